@@ -4,6 +4,7 @@
 
 #include "absl/strings/escaping.h"
 
+#include "kvstore/format/block.h"
 #include "proto/process/version.h"
 
 namespace kvasir::coordinator {
@@ -39,11 +40,14 @@ void AddTiers(const GroupInfo& group, const v1::TierUsage& usage, v1::GetServerI
   uint64_t device_bytes = 0;
   uint64_t host_bytes = 0;
   uint64_t disk_bytes = 0;
+  uint64_t token_bytes = 0;
   for (const v1::Ready& rank : group.ranks) {
     device_bytes += rank.device_blocks() * rank.block_bytes();
     host_bytes += rank.host_blocks() * rank.block_bytes();
     disk_bytes += rank.disk_blocks() * rank.block_bytes();
+    token_bytes += rank.block_bytes() / static_cast<uint64_t>(kvstore::kBlockTokens);
   }
+  info.set_kv_token_bytes(token_bytes);
   AddTier(v1::TIER_DEVICE, device_bytes, usage.device_pages_used(), usage.device_pages_total(),
           info);
   AddTier(v1::TIER_HOST, host_bytes, usage.host_blocks_used(), usage.host_blocks_total(), info);

@@ -16,7 +16,8 @@ fi
 # Set again, because the quick start configures the same folder without tests.
 cmake --preset cpu -DKVASIR_BUILD_TESTS=ON >/dev/null
 cmake --build --preset cpu
-ctest --preset cpu --no-tests=error "$@"
+# Unit tests run in pairs; those that start services run alone.
+ctest --preset cpu --no-tests=error --parallel 2 "$@"
 
 if ((sanitize)); then
   cmake --preset asan >/dev/null

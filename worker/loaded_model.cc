@@ -29,6 +29,17 @@ absl::StatusOr<DType> ParseDType(const std::string& name, DType automatic) {
       absl::StrCat("dtype '", name, "'; it must be auto, bfloat16 or float32"));
 }
 
+// As ParseDType, for cached keys and values: these may also have 8 bits an element.
+absl::StatusOr<DType> ParseKvDType(const std::string& name, DType automatic) {
+  if (name == "fp8" || name == "fp8_e4m3") return DType::kFloat8E4M3;
+  if (name == "int8") return DType::kInt8;
+  const absl::StatusOr<DType> dtype = ParseDType(name, automatic);
+  if (dtype.ok()) return dtype;
+  return absl::InvalidArgumentError(
+      absl::StrCat("kv_cache_dtype '", name,
+                   "'; it must be auto, bfloat16, float32, fp8 (or fp8_e4m3) or int8"));
+}
+
 // float16 has too little range for sums of activations; bfloat16 holds its weights within rounding.
 DType ComputeDType(const ModelConfig& config) {
   const DType saved = config.dtype.value_or(DType::kFloat32);
@@ -171,7 +182,7 @@ absl::StatusOr<LoadedModel> LoadModel(const LoadModelOptions& options, Backend& 
   KVASIR_ASSIGN_OR_RETURN(const kernels::WeightForm weight_form,
                           ParseWeightForm(options.model.weights_dtype()));
   LoadedModel loaded;
-  KVASIR_ASSIGN_OR_RETURN(loaded.kv_dtype, ParseDType(options.kv.kv_cache_dtype(), dtype));
+  KVASIR_ASSIGN_OR_RETURN(loaded.kv_dtype, ParseKvDType(options.kv.kv_cache_dtype(), dtype));
   loaded.kv_form = absl::StrCat(FormOfKeys(extension, grouped), "/", DTypeName(loaded.kv_dtype));
 
   const TransformerOptions transformer = {.config = config,

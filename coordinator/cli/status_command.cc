@@ -82,6 +82,8 @@ uint64_t CachedTokens(const v1::GetServerInfoResponse& server, v1::Tier tier) {
 }
 
 void AppendTiers(const v1::GetServerInfoResponse& server, std::string& text) {
+  absl::StrAppendFormat(&text, "KV           %s bytes a token, over all workers\n",
+                        WithCommas(server.kv_token_bytes()));
   absl::StrAppendFormat(&text, "\ntier    %14s %14s %8s %24s\n", "used", "total", "full",
                         "share of read tokens");
   for (const v1::TierInfo& tier : server.tiers()) {

@@ -29,7 +29,7 @@ absl::Status CheckShapes(const AppendParams& p) {
   check.Match("k", p.k, {"tokens", layout.num_kv_heads, layout.head_dim})
       .Match("v", p.v, {"tokens", layout.num_kv_heads, layout.head_dim}, p.k.dtype())
       .Require(IsFloat32OrBFloat16(p.k.dtype()), "k must be float32 or bfloat16")
-      .Require(IsFloat32OrBFloat16(layout.dtype), "the KV dtype must be float32 or bfloat16")
+      .Require(IsKvDType(layout.dtype), "the KV dtype must be float32, bfloat16, fp8_e4m3 or int8")
       .Require(p.layer >= 0 && p.layer < layout.num_layers, "no such layer");
   return check.status();
 }

@@ -7,6 +7,8 @@
 //   page(slot, position / 64, layer, h).V[position % 64] = v[t, h]
 //   bounds.min = min(bounds.min, cached k), bounds.max likewise, element by element
 //
+// Quantized KV (kv_codes.h): "as cached" is decoded again.
+//
 // A token at offset 0 of its page restarts the page's bounds. After a truncation inside a page the
 // caller rebuilds the page's bounds (digests.h) before it appends again.
 // Errors: INVALID_ARGUMENT on shapes. FAILED_PRECONDITION, naming the page, when a page is not in

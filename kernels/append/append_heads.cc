@@ -40,7 +40,7 @@ absl::Status CheckLayerHeads(const AppendHeadsParams& p) {
   KVASIR_RETURN_IF_ERROR(check.status());
   check.Match("qkv", h.qkv, {"tokens", (h.q.dim(1) + 2 * layout.num_kv_heads) * d})
       .Require(IsFloat32OrBFloat16(dtype), "qkv must be float32 or bfloat16")
-      .Require(IsFloat32OrBFloat16(layout.dtype), "the KV dtype must be float32 or bfloat16")
+      .Require(IsKvDType(layout.dtype), "the KV dtype must be float32, bfloat16, fp8_e4m3 or int8")
       .Require(h.layer >= 0 && h.layer < layout.num_layers, "no such layer")
       .Require(h.q_norm.empty() == h.k_norm.empty(), "q and k are both normalized, or none is");
   if (!h.q_norm.empty()) {

@@ -2,10 +2,13 @@
 
 #include <algorithm>
 #include <limits>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 
 #include "kernels/base/dtype.h"
+#include "kernels/paged/page_selection.h"
+#include "kernels/paged/quantized_kv.h"
 
 namespace kvasir::kernels {
 namespace {
@@ -74,11 +77,15 @@ absl::Status ForEachPageOfBlock(
 }
 
 absl::Status RebuildBounds(const PagedKv& kv, int64_t slot, int64_t block, int64_t num_tokens) {
+  std::vector<std::byte> memory(static_cast<size_t>(DequantizedPageBytes(kv.layout) / 2));
   return ForEachPageOfBlock("rebuild_bounds", kv, slot, block, num_tokens,
                             [&](int64_t layer, int64_t head, const std::byte* page) {
                               std::byte* bounds = kv.Bounds(slot, block, layer, head);
+                              const std::byte* keys =
+                                  ReadKeys(kv.layout, page, TokenMask(0, num_tokens),
+                                           /*next_page=*/nullptr, memory.data());
                               ClearBounds(kv.layout, bounds);
-                              ExtendBounds(kv.layout, page, num_tokens, bounds);
+                              ExtendBounds(kv.layout, keys, num_tokens, bounds);
                             });
 }
 

@@ -1,7 +1,7 @@
 // Page bounds (Quest's digest): element-wise minimum and maximum of the cached keys of a page, in
-// the KV dtype: min[head_dim] then max[head_dim]. Derived data: the code that writes keys extends
-// the bounds, and the code that cuts keys off rebuilds them. Bounds ignore NaN keys. Bounds over no
-// key are min = +inf, max = -inf. Thread-compatible.
+// the element dtype (paged_kv.h): min[head_dim] then max[head_dim]. Derived data: the code that
+// writes keys extends the bounds, and the code that cuts keys off rebuilds them. Bounds ignore NaN
+// keys. Bounds over no key are min = +inf, max = -inf. Thread-compatible.
 #pragma once
 
 #include <cstddef>
@@ -25,7 +25,7 @@ struct BlockKeys {
 // Sets the bounds to those over no key.
 void ClearBounds(const KvLayout& layout, std::byte* bounds);
 
-// Extends the bounds by `num_rows` keys [num_rows, head_dim] in the KV dtype.
+// Extends the bounds by `num_rows` keys [num_rows, head_dim] in the element dtype.
 void ExtendBounds(const KvLayout& layout, const std::byte* keys, int64_t num_rows,
                   std::byte* bounds);
 

@@ -2,10 +2,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "kernels/append/digests.h"
 #include "kernels/append/key_code_math.h"
 #include "kernels/base/dtype.h"
+#include "kernels/paged/page_selection.h"
+#include "kernels/paged/quantized_kv.h"
 
 namespace kvasir::kernels {
 namespace {
@@ -38,7 +41,7 @@ void EncodeKey(const KvLayout& layout, const Kv* key, const TokenCodes& to) {
 void EncodeKeys(const KvLayout& layout, const std::byte* keys, int64_t first, int64_t num_rows,
                 std::byte* page_codes) {
   for (int64_t r = 0; r < num_rows; ++r) {
-    const std::byte* key = keys + r * layout.row_bytes();
+    const std::byte* key = keys + r * layout.element_row_bytes();
     const TokenCodes to(layout, page_codes, first + r);
     if (layout.dtype == DType::kFloat32) {
       EncodeKey(layout, reinterpret_cast<const float*>(key), to);
@@ -48,10 +51,18 @@ void EncodeKeys(const KvLayout& layout, const std::byte* keys, int64_t first, in
   }
 }
 
+void EncodePage(const KvLayout& layout, const std::byte* page, int64_t num_tokens,
+                std::byte* page_codes) {
+  std::vector<std::byte> memory(static_cast<size_t>(DequantizedPageBytes(layout) / 2));
+  const std::byte* keys =
+      ReadKeys(layout, page, TokenMask(0, num_tokens), /*next_page=*/nullptr, memory.data());
+  EncodeKeys(layout, keys, 0, num_tokens, page_codes);
+}
+
 absl::Status RebuildKeyCodes(const PagedKv& kv, int64_t slot, int64_t block, int64_t num_tokens) {
   return ForEachPageOfBlock("rebuild_key_codes", kv, slot, block, num_tokens,
                             [&](int64_t layer, int64_t head, const std::byte* page) {
-                              EncodeKeys(kv.layout, page, 0, num_tokens,
+                              EncodePage(kv.layout, page, num_tokens,
                                          kv.KeyCodes(slot, block, layer, head));
                             });
 }

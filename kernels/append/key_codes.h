@@ -28,9 +28,13 @@
 
 namespace kvasir::kernels {
 
-// Writes the codes of `num_rows` keys [num_rows, head_dim] in the KV dtype: tokens [first, first +
-// num_rows) of their page.
+// Writes the codes of `num_rows` keys [num_rows, head_dim] in the element dtype: tokens [first,
+// first + num_rows) of their page.
 void EncodeKeys(const KvLayout& layout, const std::byte* keys, int64_t first, int64_t num_rows,
+                std::byte* page_codes);
+
+// Writes the codes of a page's first `num_tokens` keys.
+void EncodePage(const KvLayout& layout, const std::byte* page, int64_t num_tokens,
                 std::byte* page_codes);
 
 // Rebuilds the codes of all pages of a block from its first `num_tokens` keys. Returns the errors

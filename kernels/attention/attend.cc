@@ -19,7 +19,7 @@ absl::Status CheckAttendParams(const AttendParams& p) {
   check.Match("q", p.q, {"tokens", "heads", layout.head_dim})
       .Match("out", p.out, {"tokens", "heads", layout.head_dim}, p.q.dtype())
       .Require(IsFloat32OrBFloat16(p.q.dtype()), "q must be float32 or bfloat16")
-      .Require(IsFloat32OrBFloat16(layout.dtype), "the KV dtype must be float32 or bfloat16")
+      .Require(IsKvDType(layout.dtype), "the KV dtype must be float32, bfloat16, fp8_e4m3 or int8")
       .Require(p.layer >= 0 && p.layer < layout.num_layers, "no such layer")
       .Require(p.selection.num_rows == rows, "selection.num_rows must be blocks x KV heads")
       .Require(p.selection.headers != nullptr || rows == 0, "selection has no headers")

@@ -22,16 +22,17 @@
 //   terminator reorders its pages. The place where a row ends depends on the row alone.
 // - A query with no key gives out = 0 and lse = -inf. A NaN in a query, or in a key or value that
 //   it attends to, makes that query's row NaN and no other. Rows that no tile names stay unchanged.
+// - Quantized KV (paged/quantized_kv.h) gives the bits of bfloat16 KV with its decoded elements.
 // Errors: INVALID_ARGUMENT on shapes. A selected page that is absent sets the slot's fault (see
 // AttendCall::faults), and the out rows of its tile are unspecified.
-// Cost: reads 2 * head_dim * sizeof(dtype) bytes per attended token and KV head, once for all G
+// Cost: reads KvLayout::token_bytes() per attended token and KV head, once for all G
 // query heads of the group. Any head_dim and group; head dims that are multiples of 64 are fast on
 // machines with AVX2, AVX-512 or NEON. Scratch: per thread 12 * head_dim bytes per query row of the
 // largest query tile, 772 * head_dim for tiles of a page, and 32 bytes per page of the longest row;
-// 4 * head_dim per segment and query head of long decode rows. With rope, each page's keys are
-// rotated once for all queries of a query tile and heads of a group. With grouped positions they
-// are rotated twice where the page is near for some of the queries and far for others, and its near
-// keys are then multiplied query by query.
+// 4 * head_dim per segment and query head of long decode rows; 256 * head_dim per thread for
+// quantized KV. With rope, each page's keys are rotated once for all queries of a query tile and
+// heads of a group. With grouped positions they are rotated twice where the page is near for some
+// of the queries and far for others, and its near keys are then multiplied query by query.
 // Source: online softmax (arXiv 1805.02867), R1 to R5 of docs/sparse_methods.md.
 #pragma once
 

@@ -13,6 +13,7 @@
 #include "kernels/base/buffer.h"
 #include "kernels/base/dtype.h"
 #include "kernels/paged/compact_positions.h"
+#include "kernels/paged/quantized_kv.h"
 
 namespace kvasir::kernels {
 namespace {
@@ -140,6 +141,7 @@ class Row {
   struct Page {
     const std::byte* cached_keys = nullptr;  // null, like `values`, when the page is absent
     const std::byte* values = nullptr;
+    std::vector<std::byte> elements = {};      // those of quantized KV
     std::vector<std::byte> rotated_keys = {};  // empty: the cached keys are used
     std::vector<std::byte> far_keys = {};      // with grouped positions
 
@@ -179,7 +181,7 @@ class Row {
   }
 
   Page Read(const PageStep& step) {
-    const int64_t bytes = std::popcount(step.mask) * 2 * p_.kv.layout.row_bytes();
+    const int64_t bytes = std::popcount(step.mask) * p_.kv.layout.token_bytes();
     const PageRef ref = p_.kv.Read(tile_.slot, step.page, p_.layer, kv_head_, bytes);
     if (ref.tier() == PageTier::kAbsent) {
       std::atomic_ref<uint8_t>(p_.faults[static_cast<size_t>(tile_.slot)])
@@ -187,9 +189,14 @@ class Row {
       return {};
     }
     const KvLayout& layout = p_.kv.layout;
-    Page page = {.cached_keys = ref.page(), .values = ref.page() + layout.v_offset()};
+    Page page;
+    page.elements.resize(static_cast<size_t>(DequantizedPageBytes(layout)));
+    const PageElements elements =
+        ReadPage(layout, ref.page(), step.mask, /*next_page=*/nullptr, page.elements.data());
+    page.cached_keys = elements.keys;
+    page.values = elements.values;
     if (p_.rope == nullptr) return page;
-    page.rotated_keys.resize(static_cast<size_t>(layout.v_offset()));
+    page.rotated_keys.resize(static_cast<size_t>(kPageTokens * layout.element_row_bytes()));
     if (!p_.grouped.on()) {
       RotateKeys(
           *p_.rope, layout, header_,

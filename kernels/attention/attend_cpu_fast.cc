@@ -26,6 +26,7 @@
 #include "kernels/base/dtype.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/paged/compact_positions.h"
+#include "kernels/paged/quantized_kv.h"
 
 namespace kvasir::kernels {
 namespace {
@@ -42,10 +43,12 @@ constexpr IsaForms<AddPageFn> kAddBFloat16 = {.neon = KVASIR_ON_ARM(AddPageNeonB
 // Memory of one thread, for one item at a time.
 struct ThreadMemory {
   ThreadMemory(ScratchPieces& pieces, const ItemSize& largest, const AttendContext& c)
-      : ThreadMemory(pieces, largest, c.group, c.head_dim, c.p.grouped.on() ? largest.rows : 0) {}
+      : ThreadMemory(pieces, largest, c.group, c.head_dim, c.p.grouped.on() ? largest.rows : 0,
+                     DequantizedPageBytes(c.p.kv.layout)) {}
   ThreadMemory(ScratchPieces& pieces, const ItemSize& largest, int64_t group, int64_t head_dim,
-               int64_t far_rows)
+               int64_t far_rows, int64_t element_bytes)
       : steps(pieces.Take<PageStep>(largest.pages)),
+        elements(pieces.Take<std::byte>(element_bytes)),
         q(pieces.Take<float>(largest.rows * head_dim)),
         far_q(pieces.Take<float>(far_rows * head_dim)),
         query(pieces.Take<std::byte>(4 * head_dim)),
@@ -60,10 +63,11 @@ struct ThreadMemory {
         open(pieces.Take<PartialOutput>(group)),
         ending(pieces.Take<std::byte>(largest.ending_bytes)) {}
 
-  PageStep* steps;   // of the item
-  float* q;          // float or bfloat16
-  float* far_q;      // with grouped positions: the queries as far keys see them
-  std::byte* query;  // one query, to be rotated
+  PageStep* steps;      // of the item
+  std::byte* elements;  // of a page of quantized KV
+  float* q;             // float or bfloat16
+  float* far_q;         // with grouped positions: the queries as far keys see them
+  std::byte* query;     // one query, to be rotated
   std::byte* rotated_keys;
   // The open segment.
   float* max;
@@ -189,7 +193,7 @@ class ItemRun {
   // Returns null when the page is absent.
   const std::byte* Read(const PageStep& step) const {
     const QueryTile& tile = c_.tile(item_.row);
-    const int64_t bytes = std::popcount(step.mask) * 2 * c_.p.kv.layout.row_bytes();
+    const int64_t bytes = std::popcount(step.mask) * c_.p.kv.layout.token_bytes();
     const PageRef ref =
         c_.p.kv.Read(tile.slot, step.page, c_.p.layer, item_.row % c_.kv_heads(), bytes);
     if (ref.tier() != PageTier::kAbsent) return ref.page();
@@ -234,15 +238,18 @@ class ItemRun {
 
   void AddPage(const PageStep& step, const std::byte* page, const std::byte* next) {
     const QueryTile& tile = c_.tile(item_.row);
-    TilePage key_tile = {.keys = page,
-                         .values = page + c_.p.kv.layout.v_offset(),
-                         .next_page = next,
+    const KvLayout& layout = c_.p.kv.layout;
+    const PageElements elements = ReadPage(layout, page, step.mask, next, memory_.elements);
+    // Decoding has prefetched the next page of quantized KV.
+    TilePage key_tile = {.keys = elements.keys,
+                         .values = elements.values,
+                         .next_page = IsQuantized(layout.dtype) ? nullptr : next,
                          .mask = step.mask,
                          .first_query = tile.first_position - step.page * kPageTokens};
     if (c_.p.grouped.on()) return AddGroupedPage(step, key_tile);
     if (c_.p.rope != nullptr) {
-      RotateKeys(*c_.p.rope, c_.p.kv.layout, header(),
-                 {.keys = page, .page = step.page, .mask = step.mask, .entry = step.entry},
+      RotateKeys(*c_.p.rope, layout, header(),
+                 {.keys = elements.keys, .page = step.page, .mask = step.mask, .entry = step.entry},
                  memory_.rotated_keys);
       key_tile.keys = memory_.rotated_keys;
       key_tile.next_page = nullptr;  // tile functions assume that its keys and values follow these
@@ -396,7 +403,7 @@ absl::Status Run(const AttendContext& c, Executor& executor) {
 absl::Status AttendFast(const AttendParams& p, CpuIsa isa, Executor& executor) {
   if (p.tiles.empty()) return absl::OkStatus();
   std::fill(p.unread.begin(), p.unread.end(), UnreadPages{});
-  const bool bf16_kv = p.kv.layout.dtype == DType::kBFloat16;
+  const bool bf16_kv = p.kv.layout.element_dtype() == DType::kBFloat16;
   const bool pairs = isa == CpuIsa::kAvx512Bf16 && bf16_kv && p.q.dtype() == DType::kBFloat16;
   const int64_t heads = p.q.dim(1);
   const AttendContext context = {.p = p,

@@ -9,7 +9,15 @@
 
 namespace kvasir::kernels {
 
-enum class DType : uint8_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt32 = 3 };
+// The numbers stand in stored KV (docs/page_format.md).
+enum class DType : uint8_t {
+  kFloat32 = 0,
+  kBFloat16 = 1,
+  kFloat16 = 2,
+  kInt32 = 3,
+  kFloat8E4M3 = 4,  // of KV only, with scales (paged/quantized_kv.h)
+  kInt8 = 5,        // likewise
+};
 
 constexpr size_t DTypeSize(DType dtype) {
   switch (dtype) {
@@ -19,6 +27,9 @@ constexpr size_t DTypeSize(DType dtype) {
     case DType::kBFloat16:
     case DType::kFloat16:
       return 2;
+    case DType::kFloat8E4M3:
+    case DType::kInt8:
+      return 1;
   }
   return 0;
 }
@@ -33,6 +44,10 @@ constexpr absl::string_view DTypeName(DType dtype) {
       return "float16";
     case DType::kInt32:
       return "int32";
+    case DType::kFloat8E4M3:
+      return "fp8_e4m3";
+    case DType::kInt8:
+      return "int8";
   }
   return "unknown";
 }
@@ -41,6 +56,13 @@ constexpr absl::string_view DTypeName(DType dtype) {
 constexpr bool IsFloat32OrBFloat16(DType dtype) {
   return dtype == DType::kFloat32 || dtype == DType::kBFloat16;
 }
+
+// Whether KV of this dtype lies as codes of 8 bits with scales.
+constexpr bool IsQuantized(DType dtype) {
+  return dtype == DType::kFloat8E4M3 || dtype == DType::kInt8;
+}
+// Whether KV may have this dtype on a CPU.
+constexpr bool IsKvDType(DType dtype) { return IsFloat32OrBFloat16(dtype) || IsQuantized(dtype); }
 
 // bfloat16 as storage: arithmetic happens in float.
 struct BFloat16 {

@@ -58,7 +58,7 @@ void ReservePositions(const PageSelection& selection, std::span<const QueryTile>
 
 // A page that a row attends to.
 struct AttendedPage {
-  const std::byte* keys = nullptr;  // [kPageTokens, head_dim], as cached
+  const std::byte* keys = nullptr;  // [kPageTokens, head_dim], in the element dtype
   int64_t page = 0;
   uint64_t mask = 0;                      // attended tokens
   const SelectionEntry* entry = nullptr;  // in the row's list, or null

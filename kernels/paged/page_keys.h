@@ -14,7 +14,7 @@
 namespace kvasir::kernels {
 
 struct PageKeys {
-  const std::byte* keys = nullptr;  // [kPageTokens, head_dim], as cached
+  const std::byte* keys = nullptr;  // [kPageTokens, head_dim], in the element dtype
   int64_t page = 0;
   uint64_t mask = 0;  // the wanted tokens
 };
@@ -32,9 +32,10 @@ void RotatePageKeys(const RopePositions& rope, const KvLayout& layout, const Pag
     const int64_t first = position(begin);
     int64_t count = 1;
     while (count < neighbours && position(begin + count) == first + count) ++count;
-    const int64_t offset = begin * layout.row_bytes();
-    std::memcpy(to + offset, page.keys + offset, static_cast<size_t>(count * layout.row_bytes()));
-    rope.Rotate(to + offset, layout.dtype, count, first);
+    const int64_t offset = begin * layout.element_row_bytes();
+    std::memcpy(to + offset, page.keys + offset,
+                static_cast<size_t>(count * layout.element_row_bytes()));
+    rope.Rotate(to + offset, layout.element_dtype(), count, first);
     rest &= ~TokenMask(begin, begin + count);
   }
 }

@@ -5,7 +5,7 @@
 // written with relaxed atomics.
 //
 //   slot --block_extents--> extent |--pages--> page of (layer, head): K[64][d], V[64][d],
-//   contiguous
+//                                  |           contiguous; quantized: then scales of K[64], V[64]
 //                                  |--bounds--> min and max of K per page (Quest's digest)
 //                                  \--key_codes--> K in 4 bits (Twilight's digest), where a policy
 //                                                  needs it
@@ -25,16 +25,29 @@ namespace kvasir::kernels {
 inline constexpr int64_t kPageTokens = 64;
 
 // Shape of the KV of one rank. A block holds pages_per_block() pages, ordered by layer, then head.
+// Keys and values are stored in `dtype`. Kernels compute with elements of element_dtype(), which is
+// another one where the KV is quantized (quantized_kv.h).
 struct KvLayout {
   int64_t num_layers = 0;
   int64_t num_kv_heads = 0;  // of this rank
   int64_t head_dim = 0;
   DType dtype = DType::kBFloat16;
 
+  // A key as stored, without its scale.
   KVASIR_HOST_DEVICE int64_t row_bytes() const {
     return head_dim * static_cast<int64_t>(DTypeSize(dtype));
   }
-  KVASIR_HOST_DEVICE int64_t page_bytes() const { return 2 * kPageTokens * row_bytes(); }
+  KVASIR_HOST_DEVICE DType element_dtype() const {
+    return IsQuantized(dtype) ? DType::kBFloat16 : dtype;
+  }
+  KVASIR_HOST_DEVICE int64_t element_row_bytes() const {
+    return head_dim * static_cast<int64_t>(DTypeSize(element_dtype()));
+  }
+  // A key and a value, with their scales.
+  KVASIR_HOST_DEVICE int64_t token_bytes() const {
+    return 2 * (row_bytes() + (IsQuantized(dtype) ? 1 : 0));
+  }
+  KVASIR_HOST_DEVICE int64_t page_bytes() const { return kPageTokens * token_bytes(); }
   KVASIR_HOST_DEVICE int64_t pages_per_block() const { return num_layers * num_kv_heads; }
   KVASIR_HOST_DEVICE int64_t page_in_block(int64_t layer, int64_t head) const {
     return layer * num_kv_heads + head;
@@ -42,9 +55,11 @@ struct KvLayout {
   int64_t block_bytes() const { return pages_per_block() * page_bytes(); }
   // Offset of V inside a page.
   KVASIR_HOST_DEVICE int64_t v_offset() const { return kPageTokens * row_bytes(); }
-  // Bounds of a page are min[d] then max[d], in the KV dtype. A block has pages_per_block() of
+  // Offset of the scales of K, then V, inside a page of quantized KV: a byte a token.
+  KVASIR_HOST_DEVICE int64_t scales_offset() const { return 2 * v_offset(); }
+  // Bounds of a page are min[d] then max[d], in the element dtype. A block has pages_per_block() of
   // them.
-  KVASIR_HOST_DEVICE int64_t page_bounds_bytes() const { return 2 * row_bytes(); }
+  KVASIR_HOST_DEVICE int64_t page_bounds_bytes() const { return 2 * element_row_bytes(); }
   int64_t block_bounds_bytes() const { return pages_per_block() * page_bounds_bytes(); }
   // Key codes (key_codes.h) of a page: for each token, words of eight codes, a scale and a zero.
   KVASIR_HOST_DEVICE int64_t key_code_words() const { return (head_dim + 7) / 8; }
@@ -128,7 +143,7 @@ struct PagedKv {
     }
     return ref;
   }
-  // Returns min[head_dim] then max[head_dim] of the keys of a page, in the KV dtype.
+  // Returns min[head_dim] then max[head_dim] of the keys of a page, in the element dtype.
   KVASIR_HOST_DEVICE std::byte* Bounds(int64_t slot, int64_t block, int64_t layer,
                                        int64_t head) const {
     return bounds[extent(slot, block)] +

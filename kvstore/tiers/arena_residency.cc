@@ -108,7 +108,7 @@ void ArenaResidency::Restore(int64_t extent, const BlockSeal& seal) {
     if (key_codes_.empty()) continue;
     std::byte* const codes = key_codes_[static_cast<size_t>(extent)] +
                              (page - first_page(extent)) * layout_.page_key_codes_bytes();
-    kernels::EncodeKeys(layout_, host_page(page), 0, kBlockTokens, codes);
+    kernels::EncodePage(layout_, host_page(page), kBlockTokens, codes);
   }
   at(extent).state = ExtentState::kSealed;
   at(extent).seal = seal;

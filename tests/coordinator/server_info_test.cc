@@ -42,6 +42,7 @@ TEST(ServerInfoTest, TiersAreSummedOverTheRanksInBytes) {
   EXPECT_EQ(info.tiers(1).tier(), v1::TIER_HOST);
   EXPECT_EQ(info.tiers(1).total_bytes(), 3'000'000'000u);
   EXPECT_EQ(info.tiers(1).used_bytes(), 2'400'000'000u);
+  EXPECT_EQ(info.kv_token_bytes(), 2u * 2'000'000 / 64);
   EXPECT_EQ(info.tiers(0).used_blocks(), 30u * 8);
   EXPECT_EQ(info.tiers(1).total_blocks(), 1500u);
   ASSERT_EQ(info.workers_size(), 2);

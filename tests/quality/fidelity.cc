@@ -92,8 +92,9 @@ absl::Status Run(const nlohmann::json& json) {
   KVASIR_ASSIGN_OR_RETURN(Job job, ParseJob(json));
   v1::ModelConfig config;
   config.set_model(json.at("model").get<std::string>());
-  KVASIR_ASSIGN_OR_RETURN(const auto model, ReferenceModel::Load(config, std::ssize(job.document),
-                                                                 json.at("threads").get<int>()));
+  KVASIR_ASSIGN_OR_RETURN(
+      const auto model,
+      ReferenceModel::Load(config, {}, std::ssize(job.document), json.at("threads").get<int>()));
   KVASIR_RETURN_IF_ERROR(model->Read(job.document));
   int64_t right = 0, answer_tokens = 0;
   for (size_t i = 0; i < job.questions.size(); ++i) {

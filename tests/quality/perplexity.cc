@@ -5,8 +5,9 @@
 //
 // Reads text from standard input, cuts its tokens into windows of --max-model-len, reads each
 // window dense and by itself, and prints the mean nats of a token (the first of each window is
-// given) and the perplexity, e to that power. The flags are those of a model in `kvasir serve`, so
-// whatever changes the weights or their type can be compared with what it came from.
+// given) and the perplexity, e to that power. The flags are those of `kvasir serve` that tell of
+// the model and of the type of its KV, so whatever changes the weights, their type or the KV's can
+// be compared with what it came from.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -39,7 +40,7 @@ const proto::CommandInfo kCommand = {
         "--max-model-len tokens (0: 2,048).",
     .example = "quality_perplexity --model /tmp/smollm2 < /usr/share/common-licenses/GPL-3"};
 
-absl::Status Run(const v1::ModelConfig& config, const std::string& text) {
+absl::Status Run(const v1::ModelConfig& config, const v1::KvConfig& kv, const std::string& text) {
   KVASIR_ASSIGN_OR_RETURN(const auto tokenizer, coordinator::Tokenizer::Load(config.model()));
   KVASIR_ASSIGN_OR_RETURN(const std::vector<int32_t> tokens,
                           tokenizer->Encode(text, {.add_special_tokens = false}));
@@ -51,7 +52,8 @@ absl::Status Run(const v1::ModelConfig& config, const std::string& text) {
   }
   KVASIR_ASSIGN_OR_RETURN(
       const auto model,
-      ReferenceModel::Load(config, window, static_cast<int>(std::thread::hardware_concurrency())));
+      ReferenceModel::Load(config, kv, window,
+                           static_cast<int>(std::thread::hardware_concurrency())));
   double nats = 0;
   int64_t counted = 0;
   for (int64_t begin = 0; begin + 1 < size; begin += window) {
@@ -71,11 +73,12 @@ absl::Status Run(const v1::ModelConfig& config, const std::string& text) {
 }
 
 absl::Status Main(int argc, char** argv) {
-  v1::ModelConfig config;
+  v1::ServeConfig config;
   KVASIR_ASSIGN_OR_RETURN(const proto::NextStep next,
                           proto::Configure(kCommand, argc, argv, 1, config));
   if (next == proto::NextStep::kExit) return absl::OkStatus();
-  return Run(config, std::string(std::istreambuf_iterator<char>(std::cin), {}));
+  return Run(config.model(), config.kv(),
+             std::string(std::istreambuf_iterator<char>(std::cin), {}));
 }
 
 }  // namespace

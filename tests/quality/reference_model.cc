@@ -46,10 +46,11 @@ class ReferenceModel::ObservingSelector final : public kernels::AllSelector {
 };
 
 absl::StatusOr<std::unique_ptr<ReferenceModel>> ReferenceModel::Load(const v1::ModelConfig& model,
+                                                                     const v1::KvConfig& kv,
                                                                      int64_t max_tokens,
                                                                      int num_threads) {
   std::unique_ptr<ReferenceModel> loaded(new ReferenceModel(num_threads));
-  KVASIR_RETURN_IF_ERROR(loaded->Init(model, max_tokens + kAnswerTokens));
+  KVASIR_RETURN_IF_ERROR(loaded->Init(model, kv, max_tokens + kAnswerTokens));
   return loaded;
 }
 
@@ -64,8 +65,9 @@ ReferenceModel::ReferenceModel(int num_threads) : executor_(num_threads) {
   sequence_.decode = {.selector = 1, .numbers = {.window_tokens = 1}};
 }
 
-absl::Status ReferenceModel::Init(const v1::ModelConfig& model, int64_t max_tokens) {
-  worker::LoadModelOptions options = {.model = model, .kv = {}, .progress = [](auto, double) {}};
+absl::Status ReferenceModel::Init(const v1::ModelConfig& model, const v1::KvConfig& kv,
+                                  int64_t max_tokens) {
+  worker::LoadModelOptions options = {.model = model, .kv = kv, .progress = [](auto, double) {}};
   options.model.set_max_model_len(static_cast<uint32_t>(max_tokens));
   options.model.set_allow_long_max_model_len(true);
   KVASIR_ASSIGN_OR_RETURN(loaded_, worker::LoadModel(options, backend_));

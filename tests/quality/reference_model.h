@@ -33,6 +33,7 @@ class ReferenceModel {
   // For sequences of up to `max_tokens`, whatever `model` says of that. Errors as of
   // worker::LoadModel.
   static absl::StatusOr<std::unique_ptr<ReferenceModel>> Load(const v1::ModelConfig& model,
+                                                              const v1::KvConfig& kv,
                                                               int64_t max_tokens, int num_threads);
 
   // REQUIRES: called once, before Answer.
@@ -54,7 +55,7 @@ class ReferenceModel {
   class ObservingSelector;
 
   explicit ReferenceModel(int num_threads);
-  absl::Status Init(const v1::ModelConfig& model, int64_t max_tokens);
+  absl::Status Init(const v1::ModelConfig& model, const v1::KvConfig& kv, int64_t max_tokens);
   void ClearKv();
   absl::Status Forward(worker::StepBatch& batch, worker::StepResult& result);
   worker::RowWork Row(int64_t begin, int64_t end) const;

@@ -69,10 +69,11 @@ class AttentionBatch {
     for (int64_t position = 0; position < tokens; ++position) {
       for (int64_t head = 0; head < shape_.kv_heads; ++head) {
         for (const auto side : {FakePagedKv::Side::kKey, FakePagedKv::Side::kValue}) {
-          std::byte* token = kv_.Token(side, slot, position, shape_.layer, head);
           const auto size = static_cast<float>(
               side == FakePagedKv::Side::kKey ? 1 + static_cast<double>(position) * growth : 1);
-          for (int64_t i = 0; i < shape_.head_dim; ++i) kv_.Set(token, i, size * Normal());
+          std::vector<float> token(static_cast<size_t>(shape_.head_dim));
+          for (float& x : token) x = size * Normal();
+          kv_.SetToken(side, slot, position, shape_.layer, head, token);
         }
       }
     }

@@ -17,6 +17,7 @@
 #include "kernels/base/dtype.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/paged/paged_kv.h"
+#include "kernels/paged/quantized_kv.h"
 
 namespace kvasir::kernels {
 
@@ -88,7 +89,8 @@ class FakePagedKv {
   }
 
   enum class Side { kKey, kValue };
-  // Where one token's key or value begins, whatever the page's tier.
+  // Where one token's key or value begins, whatever the page's tier. Get and Set are for its
+  // elements where the KV is not quantized, and for bounds.
   std::byte* Token(Side side, int64_t slot, int64_t position, int64_t layer, int64_t head) {
     std::byte* page = memory_[PageIndex(slot, position / kPageTokens, layer, head)].data();
     return page + (side == Side::kValue ? layout_.v_offset() : 0) +
@@ -104,6 +106,39 @@ class FakePagedKv {
     } else {
       reinterpret_cast<BFloat16*>(token)[i] = BFloat16(value);
     }
+  }
+
+  // Stores all elements of one token, and returns them as kernels see them, in any KV dtype.
+  void SetToken(Side side, int64_t slot, int64_t position, int64_t layer, int64_t head,
+                const std::vector<float>& elements) {
+    std::byte* token = Token(side, slot, position, layer, head);
+    if (IsQuantized(layout_.dtype)) {
+      QuantizeToken(layout_.dtype, elements.data(), layout_.head_dim, token,
+                    Scale(side, slot, position, layer, head));
+      return;
+    }
+    for (size_t i = 0; i < elements.size(); ++i) Set(token, static_cast<int64_t>(i), elements[i]);
+  }
+  std::vector<float> Elements(Side side, int64_t slot, int64_t position, int64_t layer,
+                              int64_t head) {
+    const std::byte* token = Token(side, slot, position, layer, head);
+    std::vector<float> elements(static_cast<size_t>(layout_.head_dim));
+    if (IsQuantized(layout_.dtype)) {
+      std::vector<BFloat16> decoded(elements.size());
+      DequantizeToken(layout_, token, Scale(side, slot, position, layer, head), decoded.data());
+      std::transform(decoded.begin(), decoded.end(), elements.begin(),
+                     [](BFloat16 x) { return static_cast<float>(x); });
+    } else {
+      for (size_t i = 0; i < elements.size(); ++i)
+        elements[i] = Get(token, static_cast<int64_t>(i));
+    }
+    return elements;
+  }
+  // The scale of one token of quantized KV.
+  std::byte* Scale(Side side, int64_t slot, int64_t position, int64_t layer, int64_t head) {
+    std::byte* page = memory_[PageIndex(slot, position / kPageTokens, layer, head)].data();
+    return page + layout_.scales_offset() + (side == Side::kValue ? kPageTokens : 0) +
+           position % kPageTokens;
   }
 
   uint32_t last_touched(int64_t slot, int64_t block, int64_t layer, int64_t head) const {

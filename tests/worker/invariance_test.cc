@@ -160,12 +160,13 @@ std::string NameOf(const ::testing::TestParamInfo<std::tuple<uint32_t, Way>>& te
 
 // The policy's request, served alone.
 const Served& Alone(const TestRequest& request, DType dtype, PositionExtension extension,
-                    bool windows = false) {
+                    bool windows = false, std::optional<DType> kv = {}) {
   static auto* const all =
-      new std::map<std::tuple<uint32_t, DType, PositionExtension, bool>, Served>();
-  Served& served = (*all)[{request.policy, dtype, extension, windows}];
+      new std::map<std::tuple<uint32_t, DType, PositionExtension, bool, std::optional<DType>>,
+                   Served>();
+  Served& served = (*all)[{request.policy, dtype, extension, windows, kv}];
   if (!served.tokens.empty()) return served;
-  const Way alone = {.name = "Alone", .extension = extension, .windows = windows};
+  const Way alone = {.name = "Alone", .extension = extension, .windows = windows, .kv = kv};
   served = Serve(request, alone, dtype);
   CheckPremises(alone, request.policy, served);
   // Includes text with small margins, not only answers.
@@ -189,14 +190,15 @@ class InvarianceTest : public ::testing::TestWithParam<std::tuple<uint32_t, Way>
   }
   void ExpectSameClearChoices(DType dtype, float tolerance) const {
     const auto serve = [&](const TestRequest& part) { return ServeThisWay(part, dtype); };
-    CompareByPieces(request(), Alone(request(), dtype, way().extension, way().windows), serve)
+    CompareByPieces(request(), Alone(request(), dtype, way().extension, way().windows, way().kv),
+                    serve)
         .Check(request().max_tokens, tolerance);
   }
 };
 
 class Float32Test : public InvarianceTest {};
 TEST_P(Float32Test, LogitsHaveTheSameBits) {
-  const Served& alone = Alone(request(), DType::kFloat32, way().extension, way().windows);
+  const Served& alone = Alone(request(), DType::kFloat32, way().extension, way().windows, way().kv);
   ExpectSameBits(alone, ServeThisWay(request(), DType::kFloat32));
 }
 INSTANTIATE_TEST_SUITE_P(Ways, Float32Test, Combine(ValuesIn(kPolicies), ValuesIn(kWays)), NameOf);
@@ -211,6 +213,33 @@ INSTANTIATE_TEST_SUITE_P(GroupedWays, Float32Test,
                          Combine(Values(kAll, kStreaming, kQuest, kHip, kInfiniteHip),
                                  ValuesIn(kGroupedWays)),
                          NameOf);
+
+INSTANTIATE_TEST_SUITE_P(QuantizedAtOnce, Float32Test,
+                         Combine(Values(kAll, kStreaming, kQuest, kTokenSelect, kHip, kInfiniteHip,
+                                        kPruned),
+                                 ValuesIn(kQuantizedAtOnce)),
+                         NameOf);
+INSTANTIATE_TEST_SUITE_P(QuantizedWays, Float32Test,
+                         Combine(Values(kAll, kPruned), ValuesIn(kQuantizedWays)), NameOf);
+
+// 8 bits an element change logits, by little, and the three types of KV are not mixed up.
+TEST(QuantizedTest, ChangesLogitsByLittle) {
+  for (const uint32_t policy : {kAll, kQuest}) {
+    const TestRequest request = MakeRequest(0, kPromptTokens, policy, testing::Iterations(32));
+    const auto first = [&](std::optional<DType> kv) {
+      const Served& served = Alone(request, DType::kFloat32, PositionExtension::kNone, false, kv);
+      return served.logits.at(kPromptTokens - 1);
+    };
+    LogitsDifference fp8, int8;
+    fp8.Add(first({}), first(kFp8));
+    int8.Add(first({}), first(kInt8));
+    std::cout << "largest differences: fp8 " << fp8.largest << ", int8 " << int8.largest
+              << ", of logits up to " << fp8.scale << std::endl;
+    EXPECT_GT(fp8.largest, int8.largest);
+    EXPECT_GT(int8.largest, 0);
+    EXPECT_LT(fp8.largest, 0.1f * fp8.scale);
+  }
+}
 
 TEST(PositionExtensionTest, GroupsChangeEveryAnswerBehindTheirNeighbourhood) {
   for (const uint32_t policy : {kAll, kHip}) {
@@ -262,6 +291,8 @@ TEST_P(RanksTest, ClearChoicesAreTheSame) {
 }
 INSTANTIATE_TEST_SUITE_P(Ways, RanksTest,
                          Combine(Values(kAll, kQuest, kTokenSelect), ValuesIn(kGroups)), NameOf);
+INSTANTIATE_TEST_SUITE_P(QuantizedWays, RanksTest,
+                         Combine(Values(kAll), ValuesIn(kQuantizedGroups)), NameOf);
 INSTANTIATE_TEST_SUITE_P(WindowWays, RanksTest,
                          Combine(Values(kAll, kQuest, kTokenSelect), ValuesIn(kWindowGroups)),
                          NameOf);

@@ -57,7 +57,8 @@ struct Way {
   int num_threads = 1;
   int ranks = 1;
   PositionExtension extension = PositionExtension::kNone;
-  bool windows = false;  // kLayerWindows
+  bool windows = false;                   // kLayerWindows
+  std::optional<kernels::DType> kv = {};  // of cached keys and values; the model's dtype
 };
 
 inline constexpr Way kWays[] = {
@@ -126,6 +127,26 @@ inline constexpr Way kGroupedWays[] = {
      .num_threads = 2,
      .extension = PositionExtension::kSelfExtend},
 };
+// Keys and values of 8 bits, which a float32 model reads as the same numbers along every way.
+inline constexpr kernels::DType kFp8 = kernels::DType::kFloat8E4M3, kInt8 = kernels::DType::kInt8;
+inline constexpr Way kQuantizedAtOnce[] = {{.name = "Fp8AllAtOnce",
+                                            .chunk = 512,
+                                            .device_part = 0.25,
+                                            .cached = true,
+                                            .others = 15,
+                                            .num_threads = 2,
+                                            .kv = kFp8}};
+inline constexpr Way kQuantizedWays[] = {
+    {.name = "Fp8Restart", .cached = true, .disk = true, .restart = true, .kv = kFp8},
+    {.name = "Int8Chunks512", .chunk = 512, .kv = kInt8},
+    {.name = "Int8Preempted", .device_part = 0.25, .preempted = true, .kv = kInt8},
+    {.name = "Fp8Extended", .chunk = 512, .extension = PositionExtension::kStreaming, .kv = kFp8},
+    {.name = "Int8Windows", .chunk = 512, .windows = true, .kv = kInt8},
+    {.name = "Fp8DeviceHolds10Percent", .device_part = 0.1, .kv = kFp8},
+    {.name = "Int8DiskRoundTrip", .cached = true, .disk = true, .kv = kInt8},
+};
+inline constexpr Way kQuantizedGroups[] = {{.name = "Fp8TwoRanks", .ranks = 2, .kv = kFp8},
+                                           {.name = "Int8FourRanks", .ranks = 4, .kv = kInt8}};
 inline constexpr Way kExtendedGroups[] = {
     {.name = "TwoRanks", .ranks = 2, .extension = PositionExtension::kStreaming}};
 inline constexpr Way kGroups[] = {{.name = "TwoRanks", .ranks = 2},
@@ -203,12 +224,12 @@ inline RankGroupOptions GroupOptions(const Way& way, kernels::DType dtype, int64
   const kernels::KvLayout layout = {.num_layers = config.num_layers,
                                     .num_kv_heads = config.num_kv_heads / way.ranks,
                                     .head_dim = config.head_dim,
-                                    .dtype = dtype};
+                                    .dtype = way.kv.value_or(dtype)};
   const int64_t bytes = blocks * layout.block_bytes();
   if (way.extension == PositionExtension::kSelfExtend) {  // policies that it serves;
     options.engine.policies.resize(kPruned);              // the first keep their indices
   }
-  options.engine.kv_dtype = dtype;
+  options.engine.kv_dtype = layout.dtype;
   options.engine.kv.device = static_cast<int64_t>(way.device_part * static_cast<double>(bytes));
   options.engine.kv.host = 2 * bytes;
   options.engine.weights_hash = std::string(32, 'w');

@@ -16,7 +16,8 @@ namespace {
 
 // Largest error, as a share of |u| r, when a rotated query or key is rounded.
 float RoundingOf(const AttendParams& p) {
-  const bool narrow = p.q.dtype() == DType::kBFloat16 || p.kv.layout.dtype == DType::kBFloat16;
+  const bool narrow =
+      p.q.dtype() == DType::kBFloat16 || p.kv.layout.element_dtype() == DType::kBFloat16;
   return narrow ? 0x1p-7f : 0x1p-16f;
 }
 

@@ -6,6 +6,8 @@
 
 #include "kernels/append/key_code_math.h"
 #include "kernels/base/dtype.h"
+#include "kernels/paged/page_selection.h"
+#include "kernels/paged/quantized_kv.h"
 
 namespace kvasir::kernels {
 namespace {
@@ -48,19 +50,28 @@ std::byte* KeysOfPage(const SelectRow& row, int64_t page) {
   return nullptr;
 }
 
-PageLogits::PageLogits(const SelectRow& row, const TileQueries& queries, float* logits)
+PageLogits::Memory::Memory(ScratchPieces& pieces, const KvLayout& layout, int64_t num_queries)
+    : logits(pieces.Take<float>(num_queries * kTileKeys)),
+      keys(pieces.Take<std::byte>(DequantizedPageBytes(layout) / 2)) {}
+
+PageLogits::PageLogits(const SelectRow& row, const TileQueries& queries, const Memory& memory)
     : row_(row),
       queries_(queries),
-      logits_(logits),
+      memory_(memory),
       function_(row.p.kv.layout.dtype == DType::kFloat32 ? ChosenKeyTile().key_logits_float32
                                                          : ChosenKeyTile().key_logits_bfloat16) {}
 
 void PageLogits::Multiply(const KeyPage& page) const {
-  if (page.keys != nullptr) {
-    function_(page, queries_, logits_);
-  } else {
-    std::fill_n(logits_, queries_.count * kTileKeys, -std::numeric_limits<float>::infinity());
+  if (page.keys == nullptr) {
+    std::fill_n(memory_.logits, queries_.count * kTileKeys,
+                -std::numeric_limits<float>::infinity());
+    return;
   }
+  const KvLayout& layout = row_.p.kv.layout;
+  const std::byte* keys =
+      ReadKeys(layout, page.keys, TokenMask(0, kPageTokens), page.next_keys, memory_.keys);
+  function_({.keys = keys, .next_keys = IsQuantized(layout.dtype) ? nullptr : page.next_keys},
+            queries_, memory_.logits);
 }
 
 KeyLogits::Memory::Memory(ScratchPieces& pieces, const SelectParams& p) {
@@ -69,6 +80,7 @@ KeyLogits::Memory::Memory(ScratchPieces& pieces, const SelectParams& p) {
   tile = pieces.Take<float>(d * kTileKeys);
   cos = pieces.Take<float>(angles * kTileKeys);
   sin = pieces.Take<float>(angles * kTileKeys);
+  keys = pieces.Take<BFloat16>(IsQuantized(p.kv.layout.dtype) ? d * kTileKeys : 0);
 }
 
 KeyLogits::KeyLogits(const SelectRow& row, KeyForm form, const Memory& memory)
@@ -100,7 +112,13 @@ void KeyLogits::Find(int64_t token, int64_t column, Found& found) {
   if (page_memory_ == nullptr) return;
   found.keys[i] = page_memory_ + token % kPageTokens * key_bytes_;
   for (int64_t at = 0; at < key_bytes_; at += kCacheLine) __builtin_prefetch(found.keys[i] + at);
-  if (form_ == KeyForm::kCached) return;
+  if (form_ == KeyForm::kCached) {
+    const KvLayout& layout = row_.p.kv.layout;
+    if (!IsQuantized(layout.dtype)) return;
+    found.powers[i] = page_memory_ + layout.scales_offset() + token % kPageTokens;
+    __builtin_prefetch(found.powers[i]);
+    return;
+  }
   const TokenCodes codes(row_.p.kv.layout, page_memory_, token % kPageTokens);
   found.scales[i] = codes.scale;
   found.zeros[i] = codes.zero;
@@ -113,13 +131,7 @@ void KeyLogits::Pack(const Found& found) {
   for (size_t i = 0; i < kTileKeys; ++i) {
     if (found.keys[i] == nullptr) missing_ |= uint64_t{1} << i;
   }
-  if (form_ == KeyForm::kCached) {
-    const void* keys[kTileKeys];
-    std::copy(found.keys.begin(), found.keys.end(), keys);
-    const bool is_float = row_.p.kv.layout.dtype == DType::kFloat32;
-    (is_float ? functions_.pack_float32 : functions_.pack_bfloat16)(keys, head_dim_, memory_.tile);
-    return;
-  }
+  if (form_ == KeyForm::kCached) return PackCached(found);
   CodedKeys coded;
   for (size_t i = 0; i < kTileKeys; ++i) {
     coded.words[i] = reinterpret_cast<const uint32_t*>(found.keys[i]);
@@ -128,6 +140,20 @@ void KeyLogits::Pack(const Found& found) {
     coded.zeros[i] = is_there ? static_cast<float>(*found.zeros[i]) : 0.0f;
   }
   functions_.pack_codes(coded, head_dim_, memory_.tile);
+}
+
+void KeyLogits::PackCached(const Found& found) {
+  const KvLayout& layout = row_.p.kv.layout;
+  const void* keys[kTileKeys];
+  for (size_t i = 0; i < kTileKeys; ++i) {
+    keys[i] = found.keys[i];
+    if (found.keys[i] == nullptr || !IsQuantized(layout.dtype)) continue;
+    BFloat16* const key = memory_.keys + static_cast<int64_t>(i) * head_dim_;
+    DequantizeToken(layout, found.keys[i], found.powers[i], key);
+    keys[i] = key;
+  }
+  const bool is_float = layout.dtype == DType::kFloat32;
+  (is_float ? functions_.pack_float32 : functions_.pack_bfloat16)(keys, head_dim_, memory_.tile);
 }
 
 void KeyLogits::RotateTo(const std::array<int64_t, kTileKeys>& positions) {

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/base/dtype.h"
 #include "kernels/base/float16.h"
 #include "kernels/base/scratch.h"
 #include "kernels/sparse/common/select_common.h"
@@ -37,8 +38,14 @@ enum class KeyForm { kCached, kCodes };
 // time, without first making a tile.
 class PageLogits {
  public:
-  // REQUIRES: `logits` is memory [queries.count, kTileKeys].
-  PageLogits(const SelectRow& row, const TileQueries& queries, float* logits);
+  struct Memory {
+    Memory(ScratchPieces& pieces, const KvLayout& layout, int64_t num_queries);
+    float* logits;    // [num_queries, kTileKeys]
+    std::byte* keys;  // of a page of quantized KV
+  };
+
+  // REQUIRES: the memory is for queries.count.
+  PageLogits(const SelectRow& row, const TileQueries& queries, const Memory& memory);
 
   // Calls use(first, n, logits) for the pages of the tokens [begin, end), ascending. The logits of
   // tokens first + [0, n) are at logits[q * kTileKeys] for each query q, -inf where KeysOfPage is
@@ -52,7 +59,7 @@ class PageLogits {
       const std::byte* next_keys = page_end < end ? KeysOfPage(row_, page + 1) : nullptr;
       Multiply({.keys = keys, .next_keys = next_keys});
       const int64_t first = std::max(begin, page * kPageTokens);
-      use(first, std::min(end, page_end) - first, logits_ + first % kPageTokens);
+      use(first, std::min(end, page_end) - first, memory_.logits + first % kPageTokens);
       keys = next_keys;
     }
   }
@@ -62,7 +69,7 @@ class PageLogits {
 
   const SelectRow& row_;
   const TileQueries queries_;
-  float* const logits_;
+  const Memory memory_;
   void (*const function_)(const KeyPage&, const TileQueries&, float*);
 };
 
@@ -75,6 +82,7 @@ class KeyLogits {
     float* tile;  // [head_dim, kTileKeys]
     float* cos;   // [head_dim / 2, kTileKeys]; null where keys are cached rotated
     float* sin;
+    BFloat16* keys;  // [kTileKeys, head_dim], of quantized KV
   };
   static constexpr int64_t kNoToken = -1;
 
@@ -118,11 +126,13 @@ class KeyLogits {
   // Addresses of the keys; null: no key.
   struct Found {
     std::array<const std::byte*, kTileKeys> keys;
+    std::array<const std::byte*, kTileKeys> powers;       // of quantized KV: scales
     std::array<const Float16*, kTileKeys> scales, zeros;  // for KeyForm::kCodes
   };
   void Find(int64_t token, int64_t column, Found& found);
   void FindPage(int64_t page);
   void Pack(const Found& found);
+  void PackCached(const Found& found);
   void RotateTo(const std::array<int64_t, kTileKeys>& positions);
   void ClearMissing(float* logits) const;
 

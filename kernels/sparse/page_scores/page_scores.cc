@@ -43,7 +43,7 @@ Bounds FindBounds(const SelectRow& row, int64_t begin, int64_t end) {
 }  // namespace
 
 PageScoreKernel ChoosePageScoreKernel(const KvLayout& layout, DType queries) {
-  const bool bf16_kv = layout.dtype == DType::kBFloat16;
+  const bool bf16_kv = layout.element_dtype() == DType::kBFloat16;
   if (layout.head_dim % kQuestScoreHeadDimStep != 0) {
     return {.scores = bf16_kv ? QuestScoresBFloat16 : QuestScoresFloat32};
   }

@@ -26,13 +26,13 @@ constexpr float kNoVote = -std::numeric_limits<float>::infinity();
 
 // Working memory of one thread of a Select call.
 struct ThreadMemory {
-  ThreadMemory(ScratchPieces& pieces, const SelectParams& p) {
+  ThreadMemory(ScratchPieces& pieces, const SelectParams& p)
+      : page_logits(pieces, p.kv.layout, p.q.dim(1) / p.kv.layout.num_kv_heads) {
     const int64_t group = p.q.dim(1) / p.kv.layout.num_kv_heads;
     int64_t context = 0;
     for (const QueryTile& tile : p.tiles) context = std::max(context, tile.first_position);
     means = pieces.Take<float>(group * p.kv.layout.head_dim);
     query = pieces.Take<float>(p.kv.layout.head_dim);
-    page_logits = pieces.Take<float>(group * kTileKeys);
     largest = pieces.Take<float>(group * kTileKeys);
     logits = pieces.Take<float>(group * CeilPages(context) * kTileKeys);
     votes = pieces.Take<float>(context);
@@ -41,10 +41,10 @@ struct ThreadMemory {
 
   float* means;  // [G, head_dim]
   float* query;
-  float* page_logits;  // [G, kTileKeys]
-  float* largest;      // [G, kTileKeys]: the largest page logit at each place
-  float* logits;       // [G, HeadWeights::Room(candidates)]
-  float* votes;        // [candidates]
+  PageLogits::Memory page_logits;
+  float* largest;  // [G, kTileKeys]: the largest page logit at each place
+  float* logits;   // [G, HeadWeights::Room(candidates)]
+  float* votes;    // [candidates]
   Ranked* ranked;
 };
 

@@ -63,6 +63,7 @@ TEST(CudaLimits, ModelsItDoesNot) {
   model.dtype = DType::kFloat32;
   ExpectRefused(CheckCudaModel(model, DType::kBFloat16), "--dtype=bfloat16");
   ExpectRefused(CheckCudaModel(ServedModel(), DType::kFloat32), "--kv-cache-dtype=bfloat16");
+  ExpectRefused(CheckCudaModel(ServedModel(), DType::kFloat8E4M3), "--kv-cache-dtype=bfloat16");
   model = ServedModel();
   model.weights = kernels::WeightForm::kInt8;
   ExpectRefused(CheckCudaModel(model, DType::kBFloat16), "--weights-dtype=auto");

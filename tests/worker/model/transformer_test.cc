@@ -25,6 +25,8 @@ constexpr int64_t kChunk = 128;
 // Share of the largest logit. Sums of float32 in another order differ by a tenth of it at 8,000
 // tokens.
 constexpr float kTolerance = 3e-4f;
+// The same with KV of 8 bits. These models have random weights, and so no token that stands out.
+constexpr float kFloat8Tolerance = 0.25f, kInt8Tolerance = 0.05f;
 
 constexpr char kIfWeightsChanged[] =
     "; if the weights were changed, tests/model/make_golden_logits.py must be run again";
@@ -63,6 +65,7 @@ class TransformerGoldenTest : public testing::TestWithParam<GoldenCase> {
 };
 
 class TransformerBFloat16Test : public TransformerGoldenTest {};
+class TransformerQuantizedTest : public TransformerGoldenTest {};
 
 // Logits at the run's positions. Each position is the end of a prompt of its own, because the
 // engine gives logits only there; the prompt finds the previous one's blocks in the cache.
@@ -118,6 +121,30 @@ TEST_P(TransformerBFloat16Test, ChoosesTheSameTokens) {
   EXPECT_GT(compared, 30);
 }
 
+// With KV of 8 bits; the rest is float32, so the difference is what the codes cost.
+TEST_P(TransformerQuantizedTest, LogitsAreWithinTheErrorOfTheCodes) {
+  const GoldenFile golden(GetParam().golden());
+  for (const int64_t length : golden.lengths()) {
+    const GoldenRun run = golden.Run(length);
+    float shares[2];
+    for (const DType kv : {DType::kFloat8E4M3, DType::kInt8}) {
+      RankGroupOptions options = Options(run, DType::kFloat32);
+      options.engine.kv_dtype = kv;
+      RankGroup group(options);
+      const std::vector<TestWorker::Logits> logits = ComputeLogits(group, run);
+      LogitsDifference difference;
+      for (size_t i = 0; i < logits.size(); ++i) difference.Add(run.logits[i], logits[i]);
+      float& share = shares[kv == DType::kInt8 ? 1 : 0];
+      share = difference.largest / difference.scale;
+      std::cout << length << " tokens, " << DTypeName(kv) << ": largest difference "
+                << difference.largest << ", largest logit " << difference.scale << std::endl;
+      EXPECT_LE(share, kv == DType::kInt8 ? kInt8Tolerance : kFloat8Tolerance);
+      EXPECT_GT(share, kTolerance) << "the KV is not coded";
+    }
+    EXPECT_LT(shares[1], shares[0]) << "int8 has the finer codes";
+  }
+}
+
 std::string NameOf(const testing::TestParamInfo<GoldenCase>& test) {
   std::string name = test.param.model;
   std::replace(name.begin(), name.end(), '-', '_');
@@ -136,6 +163,11 @@ INSTANTIATE_TEST_SUITE_P(OneRank, TransformerBFloat16Test, kOnOneRank, NameOf);
 const auto kReference = testing::Values(GoldenCase{"needle-8k"}, GoldenCase{"needle-32k"});
 INSTANTIATE_TEST_SUITE_P(Reference, TransformerGoldenTest, kReference, NameOf);
 INSTANTIATE_TEST_SUITE_P(Reference, TransformerBFloat16Test, kReference, NameOf);
+INSTANTIATE_TEST_SUITE_P(Quantized, TransformerQuantizedTest,
+                         testing::Values(GoldenCase{"llama"}, GoldenCase{"qwen3"},
+                                         GoldenCase{"mistral-window"}, GoldenCase{"llama", 2},
+                                         GoldenCase{"qwen3", 4}),
+                         NameOf);
 
 // Each has 2 KV heads: on four ranks, two share one.
 INSTANTIATE_TEST_SUITE_P(Ranks, TransformerGoldenTest,
