@@ -157,7 +157,7 @@ run_benchmarks() {
     results+=("absent  a second GPU: sums over GPUs are not timed")
   fi
   if python3 -c 'import torch' 2>/dev/null; then
-    begin peer_attention 300 python3 "$here/peer_attention.py" --ours="$logs/attention_bench.log"
+    begin peer_attention 400 python3 "$here/peer_attention.py" --ours="$logs/attention_bench.log"
     wait
   else
     results+=("absent  PyTorch")

@@ -11,7 +11,8 @@ graph. Queries are the last of their context. Peers that are not installed are n
     cuDNN, flash    PyTorch's backends: keys and values of a stream lie together. cuDNN's chunks of queries see the whole
                     context, but for a prompt's first chunk, which is causal
     flex            PyTorch's flex_attention, compiled for each shape: one stream, 64 streams and prompts
-    FA3             FlashAttention-3, PyPI's fa3-fwd: keys and values of a stream lie together
+    FA3             FlashAttention-3, PyPI's fa3-fwd: keys and values of a stream lie together, and it is told that all
+                    streams are of one length
     FI fa2, fa3     FlashInfer over pages of 64 tokens in random order: its batch wrappers for decode (with a CUDA graph;
                     on tensor cores) and prefill
     FI cores, XQA   the same pages: FlashInfer's decode without tensor cores, and TensorRT-LLM's kernel in FlashInfer
@@ -130,8 +131,7 @@ def fa3(case, table):
 
     def run(inputs):
         q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
-        lengths = table.lengths if case.queries == 1 else None
-        return flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True, num_splits=0).transpose(1, 2)
+        return flash_attn_with_kvcache(q, k, v, causal=True, num_splits=0).transpose(1, 2)
     return run
 
 
@@ -236,6 +236,8 @@ class Bench:
                 return
             except Exception as error:  # a case that a peer cannot do leaves its cell empty, and the log says why
                 print(f"{self.name} cannot do {case}: {type(error).__name__}: {str(error)[:600]}", flush=True)
+            if case is cases[0]:  # in which a peer may compile its modules
+                started = time.monotonic()
             gc.collect()
             torch.cuda.empty_cache()
 
@@ -324,7 +326,7 @@ def main():
     parser.add_argument("tokens", type=int, nargs="*", default=[4096, 32768, 131072, 1048576],
                         help=f"lengths of contexts, multiples of {PAGE}")
     parser.add_argument("--ours", help="what attention_cuda_bench printed")
-    parser.add_argument("--seconds", type=float, default=60, help="of each peer, after which its later rows are left out")
+    parser.add_argument("--seconds", type=float, default=60, help="of each peer after its first row: then the others are left out")
     arguments = parser.parse_args()
     if any(tokens < PAGE or tokens % PAGE for tokens in arguments.tokens):
         sys.exit(f"lengths are multiples of {PAGE}")
