@@ -183,6 +183,7 @@ absl::Status RunWorker(const v1::WorkerConfig& config, StartTimes::Clock::time_p
   umask(S_IRWXG | S_IRWXO);  // files of the disk tier hold prompts
   KVASIR_ASSIGN_OR_RETURN(std::shared_ptr<const proto::GroupSecret> secret, ReadSecret(config));
   const sigset_t end_signals = BlockEndSignals();
+  std::signal(SIGPIPE, SIG_IGN);  // writing to a rank that was killed is an error of that write
   KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<proto::Logs> logs,
                           proto::Logs::Start("worker", config.logs()));
   LogPlans();

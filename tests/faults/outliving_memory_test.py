@@ -4,6 +4,7 @@ import os
 import pathlib
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -85,6 +86,14 @@ class OutlivingMemory(unittest.TestCase):
                     self.assertEqual(cached(again), (FULL_BLOCKS, 0))
                     self.assertEqual(again.token_ids, clean.token_ids)
         self.assertEqual(memory.stat().st_size, 0, "KV is left after a normal end")
+
+    def test_a_write_to_a_rank_that_is_gone_ends_no_worker(self):
+        # Bug: now and then the kill of a rank ended the other one, by SIGPIPE.
+        with tempfile.TemporaryDirectory() as folder:
+            with Worker(folder, f"--group-secret-file={write_secret(folder, 'secret')}") as worker:
+                worker.process.send_signal(signal.SIGPIPE)
+                with self.assertRaises(subprocess.TimeoutExpired):
+                    worker.process.wait(0.3)
 
     def test_two_workers_cannot_have_one_file(self):
         memory = pathlib.Path(f"/dev/shm/kvasir-test-{os.getpid()}")
