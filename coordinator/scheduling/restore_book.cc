@@ -56,13 +56,19 @@ std::vector<PrefixHash> RestoreBook::Match(const Sequence& sequence,
                        static_cast<int64_t>(cached), sequence.decode_part);
 }
 
-bool RestoreBook::GoesOnAfterLost(const Sequence& sequence, TimePoint now) {
-  const auto computed = static_cast<size_t>(sequence.sealed_blocks() * kBlockTokens);
+bool RestoreBook::IsStoredAfter(const Sequence& sequence, int64_t num_blocks, TimePoint now) {
+  const auto begin = static_cast<size_t>(num_blocks * kBlockTokens);
   const absl::Span<const int32_t> tokens = sequence.matchable();
-  if (now < disk_aside_until_ || tokens.size() <= computed) return false;
-  const std::vector<PrefixHash> stored = stored_.Match(
-      sequence.chain(), tokens.subspan(computed), sequence.sealed_blocks(), sequence.decode_part);
-  return std::ssize(stored) >= kLeastWorthAWait;
+  if (!options_.enable_prefix_caching || now < disk_aside_until_ || tokens.size() <= begin) {
+    return false;
+  }
+  PrefixHash parent = sequence.chain();
+  for (int64_t i = sequence.sealed_blocks(); i < num_blocks; ++i) {
+    parent = kvstore::HashBlock(parent, sequence.block_tokens(i), sequence.decode_part.KeyOf(i));
+    if (stored_.HeldByAll(parent)) return false;
+  }
+  return std::ssize(stored_.Match(parent, tokens.subspan(begin), num_blocks,
+                                  sequence.decode_part)) >= kLeastWorthAWait;
 }
 
 void RestoreBook::Begin(Sequence& sequence, const std::vector<PrefixHash>& stored, TimePoint now) {

@@ -5,7 +5,7 @@
 // Where the prefix index ends, the chain of a prompt goes on among the blocks that every rank has
 // stored. Those are restored first: the sequence holds its blocks and waits, others run on. A
 // block that any rank cannot read, or not in time, is computed instead, with all blocks after it;
-// when some rank could not read it, those after it are asked for once it is computed. Else a
+// when some rank lost that one alone, those after it are asked for once it is computed. Else a
 // sequence asks for its blocks once. A disk that brings nothing for a time is set aside at once:
 // all sequences that wait for it compute their blocks, and only from time to time one sequence
 // tries the disk again, for a short while.
@@ -46,8 +46,9 @@ class RestoreBook {
                                          const kvstore::PrefixMatch& match, TimePoint now);
   // Some sequence restores this block.
   bool IsAwaited(const kvstore::PrefixHash& hash) const { return awaited_hashes_.contains(hash); }
-  // Enough blocks are stored after those of a sequence that computes since one was lost.
-  bool GoesOnAfterLost(const Sequence& sequence, TimePoint now);
+  // Whether so many blocks are stored after the sequence's first `num_blocks` that it may wait for
+  // them. False when one that it has not sealed is stored too: it was given up for being late.
+  bool IsStoredAfter(const Sequence& sequence, int64_t num_blocks, TimePoint now);
 
   // Takes blocks for `stored`, which follow on those that the sequence has, and awaits them.
   void Begin(Sequence& sequence, const std::vector<kvstore::PrefixHash>& stored, TimePoint now);

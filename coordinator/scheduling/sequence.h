@@ -138,7 +138,8 @@ struct Sequence {
   BlockReservation reservation;             // for the blocks that it may still take
 
   bool restore_tried = false;  // it has asked for stored blocks; they are asked for once
-  // A stored block that could not be restored. Those after it are asked for when it is computed.
+  // A block that could not be restored or is not stored, unlike those after it. They are asked for
+  // when it is computed.
   std::optional<int64_t> lost_block;
   // The sequence is not looked at while another one restores this block.
   std::optional<kvstore::PrefixHash> waits_for;

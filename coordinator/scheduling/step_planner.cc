@@ -111,7 +111,7 @@ void StepPlanner::AskAfterLost() {
   for (Sequence* sequence : running) {
     if (!sequence->lost_block.has_value() || !sequence->reading()) continue;
     if (sequence->sealed_blocks() <= *sequence->lost_block) continue;
-    if (state_.restores.GoesOnAfterLost(*sequence, now_)) {
+    if (state_.restores.IsStoredAfter(*sequence, sequence->sealed_blocks(), now_)) {
       GiveUpSlot(*sequence, state_.counters.preempted_restore);
     }
   }
@@ -281,6 +281,9 @@ void StepPlanner::Admit(Sequence& sequence) {
   if (sequence.preemptions == 0) {
     sequence.cached_tokens = sequence.computed;
     sequence.admitted_at = now_;
+  }
+  if (state_.restores.IsStoredAfter(sequence, sequence.num_blocks() + 1, now_)) {
+    sequence.lost_block = sequence.num_blocks();
   }
   state_.sequences.Run(sequence);
   plan_.AddStart(sequence);

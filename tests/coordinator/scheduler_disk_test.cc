@@ -112,6 +112,34 @@ TEST_F(SchedulerDiskTest, BlocksAfterALostOneAreAskedForWhenItIsComputed) {
   }
 }
 
+// Bug: a block whose header was damaged cost all blocks after it.
+TEST_F(SchedulerDiskTest, BlocksAfterOneThatIsNotStoredAreAskedForWhenItIsComputed) {
+  const std::vector<int32_t> prompt = Prompt(64 * 12 + 10, 5);
+  Add(Spec(prompt, 1));
+  RunUntilIdle();
+  Restart(kWithDisk);
+  Add(Spec(prompt, 1));
+  ASSERT_TRUE(Step());
+  ASSERT_THAT(plan_.restores(), SizeIs(12));
+  v1::TierReport report;
+  report.add_forgotten(plan_.restores(5).prefix_hash());
+  Restart(kWithDisk);
+  ASSERT_EQ(scheduler_->OnTierReport(0, report, now_), absl::OkStatus());
+  SequenceSpec spec = Spec(prompt, 5);
+  const std::vector<int32_t> expected = Expected(spec);
+  const SequenceId id = Add(std::move(spec));
+  ASSERT_TRUE(Step());
+  EXPECT_THAT(plan_.restores(), SizeIs(5));
+  DeliverTierReport();
+  ASSERT_TRUE(Step());
+  EXPECT_EQ(plan_.rows(0).begin(), 64 * 5u);
+  EXPECT_EQ(plan_.rows(0).num_tokens(), 64u);
+  ASSERT_TRUE(Step());
+  EXPECT_THAT(plan_.restores(), SizeIs(6));
+  RunUntilIdle();
+  EXPECT_EQ(tokens_[id], expected);
+}
+
 TEST_F(SchedulerDiskTest, WhatComesTooLateIsComputed) {
   const SequenceId id = Begin(5);
   v1::TierReport first;

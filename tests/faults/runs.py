@@ -81,7 +81,7 @@ class FaultRuns(unittest.TestCase):
     def faults(self, group, streams, kinds, rng):
         """Plays the faults, each when all streams of the one before go on. Returns the times to detect and to recover,
         and what became of the blocks in memory."""
-        detected, recovered, blocks = [], [], {}
+        detected, recovered, blocks, slowest = [], [], {}, {}
         for kind in kinds:
             time.sleep(rng.uniform(0.02, 0.2))
             self.wait_until(lambda: any(streams.running), "no stream runs")
@@ -95,8 +95,11 @@ class FaultRuns(unittest.TestCase):
             self.wait_until(streams.all_run, f"{kind}: a stream does not go on")
             told = streams.recoveries[before:]
             detected += [waits - begun for waits, _ in told]
-            recovered += [on - begun - (STOP_S if kind in ("stop", "partition") else 0) for _, on in told]
+            times = [on - begun - (STOP_S if kind in ("stop", "partition") else 0) for _, on in told]
+            slowest[kind] = max([slowest.get(kind, 0), *times])
+            recovered += times
             blocks = group.adoption()
+        print("slowest to be as far as before:", ", ".join(f"{kind} {time:.2f} s" for kind, time in sorted(slowest.items())))
         return detected, recovered, blocks
 
     def play(self, name, kinds, ranks, seed, flags=(), disk_gb=0, hosts=None):
