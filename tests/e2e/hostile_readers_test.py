@@ -8,7 +8,7 @@ import unittest
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from support.innocent_stream import InnocentStream  # noqa: E402
 from support.raw_http2 import RawConnection, message_head  # noqa: E402
-from support.service import Service, make_request  # noqa: E402
+from support.service import SLOWER, Service, make_request  # noqa: E402
 
 GENERATE = "/kvasir.v1.Generation/Generate"
 READERS = 6
@@ -16,7 +16,7 @@ READERS = 6
 
 class Readers(unittest.TestCase):
     def wait_until(self, service, what, is_so):
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + 40 * SLOWER
         while not is_so(service.metric("kvasir_num_requests_running")):
             self.assertLess(time.monotonic(), deadline, what)
             time.sleep(0.1)
