@@ -8,7 +8,7 @@
 // choice of the last unit matters.
 #include "kernels/attention/decode_page.cuh"
 #include "kernels/attention/decode_tiles.cuh"
-#include "kernels/base/head_dim.h"
+#include "kernels/attention/for_shape.h"
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/paged/count_selected.cuh"
 
@@ -24,10 +24,10 @@ struct DecodeParams : AttendLaunch {
   DecodeScratch memory;
 };
 
-template <int kHeadDim, Placement kPlacement>
+template <int kHeadDim, Placement kPlacement, bool kCoded>
 struct alignas(1024) SharedMemory {
   using Shape = PageShape<kHeadDim>;
-  using Ring = TileRing<kHeadDim, kRingBytes / Shape::kPageBytes, KeyPositions<kPlacement>>;
+  using Ring = TileRing<kHeadDim, kRingBytes / Shape::kPageBytes, kCoded, KeyPositions<kPlacement>>;
   // A stage always has the same reader. A barrier tells one use of a stage from the next one, but
   // not from the one after, for which another reader could already wait.
   static_assert(Ring::kStages % kConsumers == 0);
@@ -71,11 +71,11 @@ __device__ int64_t NextUnit(const DecodeParams& p, int64_t id) {
   return id;
 }
 
-template <int kHeadDim, Placement kPlacement>
+template <int kHeadDim, Placement kPlacement, bool kCoded>
 __device__ void Produce(const DecodeParams& p, const KvTensorMaps& maps,
-                        SharedMemory<kHeadDim, kPlacement>& shared) {
-  TileProducer<kPlacement, typename SharedMemory<kHeadDim, kPlacement>::Ring> producer(p, maps,
-                                                                                       shared.ring);
+                        SharedMemory<kHeadDim, kPlacement, kCoded>& shared) {
+  TileProducer<kPlacement, typename SharedMemory<kHeadDim, kPlacement, kCoded>::Ring> producer(
+      p, maps, shared.ring);
   for (int64_t id = blockIdx.x; id < NumUnits(p);) {
     const PageRun run = RunOfUnit(p, id);
     if (!Exists(run)) {
@@ -95,9 +95,9 @@ __device__ void Produce(const DecodeParams& p, const KvTensorMaps& maps,
 
 // Writes the warpgroup's state, whose sums are spread over its threads, to the place where the CTA
 // merges it.
-template <int kHeadDim, Placement kPlacement>
-__device__ void LeavePartial(SharedMemory<kHeadDim, kPlacement>& shared, const ThreadPlace& me,
-                             int place, ThreadState<kHeadDim>& state) {
+template <int kHeadDim, Placement kPlacement, bool kCoded>
+__device__ void LeavePartial(SharedMemory<kHeadDim, kPlacement, kCoded>& shared,
+                             const ThreadPlace& me, int place, ThreadState<kHeadDim>& state) {
   float(*warp_sum)[kHeads] = shared.consumers[me.consumer].exchange;
   for (float& sum : state.sum) {
     for (int distance = 4; distance < kWarpThreads; distance *= 2) {
@@ -175,10 +175,10 @@ __device__ void SynchronizeConsumers() {
   hopper::NamedBarrier(1 + kConsumers, kConsumers * kGroupThreads);
 }
 
-template <int kHeadDim, Placement kPlacement>
+template <int kHeadDim, Placement kPlacement, bool kCoded>
 __device__ void StorePartial(const DecodeParams& p,
-                             const SharedMemory<kHeadDim, kPlacement>& shared, const PageRun& run,
-                             int64_t unit) {
+                             const SharedMemory<kHeadDim, kPlacement, kCoded>& shared,
+                             const PageRun& run, int64_t unit) {
   constexpr int64_t kStride = 2 + kHeadDim;
   SynchronizeConsumers();
   float* to = p.memory.partials +
@@ -194,8 +194,8 @@ __device__ void StorePartial(const DecodeParams& p,
 
 // Called when the unit's partial is stored. Returns whether it is the last of its row to end; then
 // all partials of the row can be read.
-template <int kHeadDim, Placement kPlacement>
-__device__ bool EndsRow(const DecodeParams& p, SharedMemory<kHeadDim, kPlacement>& shared,
+template <int kHeadDim, Placement kPlacement, bool kCoded>
+__device__ bool EndsRow(const DecodeParams& p, SharedMemory<kHeadDim, kPlacement, kCoded>& shared,
                         const PageRun& run) {
   if (threadIdx.x == 0) {
     // Also publishes the values of all threads, which passed a barrier.
@@ -226,11 +226,12 @@ __device__ void MergeRow(const DecodeParams& p, const PageRun& run) {
 }
 
 // Attends to the consumer's tiles of the unit. Returns their place.
-template <int kHeadDim, Placement kPlacement>
-__device__ int AttendToTiles(const DecodeParams& p, SharedMemory<kHeadDim, kPlacement>& shared,
-                             const ThreadPlace& me,
-                             RingPosition<SharedMemory<kHeadDim, kPlacement>::Ring::kStages>& at,
-                             ThreadState<kHeadDim>& state) {
+template <int kHeadDim, Placement kPlacement, bool kCoded>
+__device__ int AttendToTiles(
+    const DecodeParams& p, SharedMemory<kHeadDim, kPlacement, kCoded>& shared,
+    const ThreadPlace& me,
+    RingPosition<SharedMemory<kHeadDim, kPlacement, kCoded>::Ring::kStages>& at,
+    ThreadState<kHeadDim>& state) {
   auto& ring = shared.ring;
   for (;; at.Next(kConsumers)) {
     hopper::BarrierWait(&ring.full[at.stage], at.parity);
@@ -246,10 +247,11 @@ __device__ int AttendToTiles(const DecodeParams& p, SharedMemory<kHeadDim, kPlac
   return place;
 }
 
-template <int kHeadDim, Placement kPlacement>
-__device__ void Consume(const DecodeParams& p, SharedMemory<kHeadDim, kPlacement>& shared) {
+template <int kHeadDim, Placement kPlacement, bool kCoded>
+__device__ void Consume(const DecodeParams& p, SharedMemory<kHeadDim, kPlacement, kCoded>& shared) {
   const ThreadPlace me = MyPlace();
-  RingPosition<SharedMemory<kHeadDim, kPlacement>::Ring::kStages> at = {.stage = me.consumer};
+  RingPosition<SharedMemory<kHeadDim, kPlacement, kCoded>::Ring::kStages> at = {.stage =
+                                                                                    me.consumer};
   for (int64_t id = blockIdx.x; id < NumUnits(p);) {
     const PageRun run = RunOfUnit(p, id);
     if (!Exists(run)) {
@@ -259,38 +261,39 @@ __device__ void Consume(const DecodeParams& p, SharedMemory<kHeadDim, kPlacement
     id += gridDim.x;
     LoadQuery<kHeadDim, kPlacement>(p, run, me, shared.consumers[me.consumer].query);
     ThreadState<kHeadDim> state;
-    const int place = AttendToTiles<kHeadDim, kPlacement>(p, shared, me, at, state);
+    const int place = AttendToTiles<kHeadDim, kPlacement, kCoded>(p, shared, me, at, state);
     LeavePartial<kHeadDim>(shared, me, place, state);
     StorePartial<kHeadDim>(p, shared, run, run.begin);
     if (EndsRow<kHeadDim>(p, shared, run)) MergeRow<kHeadDim>(p, run);
   }
 }
 
-template <int kHeadDim, Placement kPlacement>
+template <int kHeadDim, Placement kPlacement, bool kCoded>
 __global__ void __launch_bounds__(kThreads, 1)
     AttendDecodeKernel(const __grid_constant__ DecodeParams p,
                        const __grid_constant__ KvTensorMaps maps) {
   extern __shared__ std::byte raw[];
-  auto& shared = *reinterpret_cast<SharedMemory<kHeadDim, kPlacement>*>(
+  auto& shared = *reinterpret_cast<SharedMemory<kHeadDim, kPlacement, kCoded>*>(
       (reinterpret_cast<uintptr_t>(raw) + 1023) / 1024 * 1024);
   if (threadIdx.x == 0) shared.ring.Init();
-  if (threadIdx.x == kConsumers * kGroupThreads) PrefetchMaps(maps);
+  if (!kCoded && threadIdx.x == kConsumers * kGroupThreads) PrefetchMaps(maps);
   __syncthreads();
   cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();
   if (threadIdx.x >= kConsumers * kGroupThreads) {
-    Produce<kHeadDim, kPlacement>(p, maps, shared);
+    Produce<kHeadDim, kPlacement, kCoded>(p, maps, shared);
   } else {
-    Consume<kHeadDim, kPlacement>(p, shared);
+    Consume<kHeadDim, kPlacement, kCoded>(p, shared);
   }
 }
 
-template <int kHeadDim, Placement kPlacement>
+template <int kHeadDim, Placement kPlacement, bool kCoded>
 cudaError_t Launch(const DecodeParams& p, const AttendKernelPlan& plan, const KvTensorMaps& maps,
                    cudaStream_t stream) {
-  constexpr int kSharedBytes = static_cast<int>(sizeof(SharedMemory<kHeadDim, kPlacement>)) + 1024;
+  constexpr int kSharedBytes =
+      static_cast<int>(sizeof(SharedMemory<kHeadDim, kPlacement, kCoded>)) + 1024;
   static_assert(kSharedBytes <= 227 * 1024);
-  const auto kernel = AttendDecodeKernel<kHeadDim, kPlacement>;
+  const auto kernel = AttendDecodeKernel<kHeadDim, kPlacement, kCoded>;
   if (const cudaError_t error = AllowSharedBytes(kernel, kSharedBytes); error != cudaSuccess) {
     return error;
   }
@@ -303,16 +306,8 @@ cudaError_t LaunchAttendDecode(const AttendLaunch& params, const AttendKernelPla
                                const KvTensorMaps& maps, const DecodeScratch& memory,
                                cudaStream_t stream) {
   const DecodeParams p = {params, memory};
-  return ForHeadDim(plan.shape.head_dim, [&]<int kHeadDim>() {
-    switch (plan.shape.placement) {
-      case Placement::kCached:
-        break;
-      case Placement::kCompact:
-        return Launch<kHeadDim, Placement::kCompact>(p, plan, maps, stream);
-      case Placement::kGrouped:
-        return Launch<kHeadDim, Placement::kGrouped>(p, plan, maps, stream);
-    }
-    return Launch<kHeadDim, Placement::kCached>(p, plan, maps, stream);
+  return ForShape(plan.shape, [&]<int kHeadDim, Placement kPlacement, bool kCoded>() {
+    return Launch<kHeadDim, kPlacement, kCoded>(p, plan, maps, stream);
   });
 }
 

@@ -20,6 +20,7 @@ struct AttendShape {
   int64_t rows = 0;   // tiles x KV heads
   int64_t group = 0;  // query heads of a KV head
   Placement placement = Placement::kCached;
+  bool has_codes = false;  // the KV is quantized
 };
 
 // Query heads that a CTA of prefill attends with.
@@ -66,7 +67,7 @@ inline std::ostream& operator<<(std::ostream& out, const AttendKernelPlan& plan)
   const AttendShape& shape = plan.shape;
   out << (plan.kernel == AttendKernelPlan::Kernel::kDecode ? "decode" : "prefill")
       << " kernel, head_dim " << shape.head_dim << ", group " << shape.group << ", "
-      << shape.placement << " positions, ";
+      << shape.placement << (shape.has_codes ? " positions, quantized KV, " : " positions, ");
   if (plan.kernel == AttendKernelPlan::Kernel::kDecode) return out << plan.ctas << " CTAs";
   return out << plan.ctas << " x " << plan.ctas_of_row << " CTAs";
 }

@@ -21,6 +21,7 @@ struct AttendLaunch {
   __nv_bfloat16* out = nullptr;      // like q
   float* lse = nullptr;              // [tokens, KV heads x group]; null: not written
   PagedKv kv;
+  int64_t token_bytes = 0;  // KvLayout::token_bytes
   int64_t layer = 0;
   float scale = 0;
   const QueryTile* tiles = nullptr;

@@ -112,12 +112,16 @@ __device__ void AddValues(const std::byte* values, const std::byte* weights,
   hopper::WgmmaWait<0>();
 }
 
-// Adds the stage's page. Only this warpgroup reads the stage.
+// Adds the stage's page. Only this warpgroup reads the stage, which it changes.
 template <int kHeadDim, Placement kPlacement, typename Ring>
 __device__ void AttendToPage(const AttendLaunch& p, Ring& ring, DecodeMemory<kHeadDim>& mine,
                              const ThreadPlace& me, int stage, ThreadState<kHeadDim>& state) {
   const uint64_t mask = ring.masks[stage];
   if (mask == 0) return;
+  if constexpr (Ring::kCoded) {
+    DecodeStage<kGroupThreads>(ring, stage, p.kv.layout.dtype, me.thread, [&] { Synchronize(me); });
+    Synchronize(me);
+  }
   if constexpr (kPlacement != Placement::kCached) {
     RotateKeys(ring, stage, p.rope, me.thread, kGroupThreads);
     Synchronize(me);

@@ -39,7 +39,7 @@ inline SelectShape ShapeOf(const SelectLaunch& launch) {
   return {.head_dim = launch.kv.layout.head_dim,
           .group = launch.group,
           .q = launch.q_dtype,
-          .kv = launch.kv.layout.dtype,
+          .kv = launch.kv.layout.element_dtype(),
           .max_pages = launch.kv.max_blocks_per_slot,
           .rows = launch.out.num_rows};
 }

@@ -16,7 +16,12 @@ namespace kvasir::kernels {
 namespace {
 
 INSTANTIATE_TEST_SUITE_P(Shapes, AttendCudaTest,
-                         testing::Combine(testing::Values(64, 128), testing::Values(1, 2, 4, 7, 8)),
+                         testing::Combine(testing::Values(64, 128), testing::Values(1, 2, 4, 7, 8),
+                                          testing::Values(DType::kBFloat16)),
+                         CaseName());
+INSTANTIATE_TEST_SUITE_P(Codes, AttendCudaTest,
+                         testing::Combine(testing::Values(64, 128), testing::Values(4, 7),
+                                          testing::Values(DType::kFloat8E4M3, DType::kInt8)),
                          CaseName());
 
 TEST_P(AttendCudaTest, DenseAgreesAtEveryPageEdge) {
@@ -198,7 +203,7 @@ TEST_P(AttendCudaTest, ListsOfSingleTokensReadTheseTokens) {
   const PagedKv kv = batch.kv().View();
   const int64_t missed = kv.extent(0, kHostPage) * kv.layout.pages_per_block() +
                          kv.layout.page_in_block(AttentionBatch::kLayer, 1);
-  EXPECT_EQ(device.missed_bytes()[static_cast<size_t>(missed)], 2 * 3 * kv.layout.row_bytes());
+  EXPECT_EQ(device.missed_bytes()[static_cast<size_t>(missed)], 3 * kv.layout.token_bytes());
 }
 
 TEST_P(AttendCudaTest, AbsentPagesSetTheFaultOfTheirSlotOnly) {

@@ -48,7 +48,9 @@ TEST(CudaLimits, GpusItRunsOn) {
 }
 
 TEST(CudaLimits, ModelsItComputes) {
-  EXPECT_TRUE(CheckCudaModel(ServedModel(), DType::kBFloat16).ok());
+  for (const DType kv : {DType::kBFloat16, DType::kFloat8E4M3, DType::kInt8}) {
+    EXPECT_TRUE(CheckCudaModel(ServedModel(), kv).ok()) << DTypeName(kv);
+  }
   TransformerOptions model = ServedModel();
   model.config.head_dim = 64;
   EXPECT_TRUE(CheckCudaModel(model, DType::kBFloat16).ok());
@@ -63,7 +65,6 @@ TEST(CudaLimits, ModelsItDoesNot) {
   model.dtype = DType::kFloat32;
   ExpectRefused(CheckCudaModel(model, DType::kBFloat16), "--dtype=bfloat16");
   ExpectRefused(CheckCudaModel(ServedModel(), DType::kFloat32), "--kv-cache-dtype=bfloat16");
-  ExpectRefused(CheckCudaModel(ServedModel(), DType::kFloat8E4M3), "--kv-cache-dtype=bfloat16");
   model = ServedModel();
   model.weights = kernels::WeightForm::kInt8;
   ExpectRefused(CheckCudaModel(model, DType::kBFloat16), "--weights-dtype=auto");

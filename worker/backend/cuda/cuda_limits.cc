@@ -75,8 +75,9 @@ absl::Status CheckCudaModel(const TransformerOptions& model, DType kv_dtype) {
   if (model.dtype != DType::kBFloat16) {
     return NotOnGpu("the model computes in ", DTypeName(model.dtype), "; use --dtype=bfloat16");
   }
-  if (kv_dtype != DType::kBFloat16) {
-    return NotOnGpu("the KV is ", DTypeName(kv_dtype), "; use --kv-cache-dtype=bfloat16");
+  if (kv_dtype == DType::kFloat32) {
+    return NotOnGpu("the KV is ", DTypeName(kv_dtype),
+                    "; use --kv-cache-dtype=bfloat16, fp8_e4m3 or int8");
   }
   if (model.weights != kernels::WeightForm::kAsInput) {
     return NotOnGpu("weights are kept in int8; use --weights-dtype=auto");

@@ -103,6 +103,11 @@ INSTANTIATE_TEST_SUITE_P(Shapes, QuestCudaTest,
                                           testing::Values(DType::kFloat32, DType::kBFloat16),
                                           testing::Values(DType::kFloat32, DType::kBFloat16)),
                          CaseName());
+INSTANTIATE_TEST_SUITE_P(Codes, QuestCudaTest,
+                         testing::Combine(testing::Values(64, 128), testing::Values(4, 7),
+                                          testing::Values(DType::kBFloat16),
+                                          testing::Values(DType::kFloat8E4M3, DType::kInt8)),
+                         CaseName());
 
 TEST_P(QuestCudaTest, SelectsWhatTheCpuSelects) {
   AttentionBatch batch(Shape(), 3, 4096, 41);

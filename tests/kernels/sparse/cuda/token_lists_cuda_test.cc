@@ -27,6 +27,11 @@ INSTANTIATE_TEST_SUITE_P(Shapes, TokenListsCudaTest,
                                           testing::Values(DType::kFloat32, DType::kBFloat16),
                                           testing::Values(DType::kFloat32, DType::kBFloat16)),
                          CaseName());
+INSTANTIATE_TEST_SUITE_P(Codes, TokenListsCudaTest,
+                         testing::Combine(testing::Values(64, 128), testing::Values(4, 7),
+                                          testing::Values(DType::kBFloat16),
+                                          testing::Values(DType::kFloat8E4M3, DType::kInt8)),
+                         CaseName());
 
 Lists TokenSelectOnGpu(AttentionBatch& batch, const std::vector<PolicyNumbers>& numbers,
                        int64_t capacity, Scope scope = Scope::kKvGroup) {
