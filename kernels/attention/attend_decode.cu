@@ -1,6 +1,8 @@
-// Decode attention on Hopper: one query a row, the heads of a KV group together.
+// Decode attention on Hopper: one query a row, up to 8 heads of a KV group together.
 //
-// A unit is a share of a row's items (row_items.h). CTAs stay on the GPU and take units in turn. In
+// A unit is a share of a row's items (row_items.h), for a part of the group's heads: all of them up
+// to 8, otherwise parts of one size or nearly so. The parts of a share are neighbours, so that they
+// read its pages side by side, from the L2 cache. CTAs stay on the GPU and take units in turn. In
 // a CTA, the producer warpgroup makes tiles of what the items attend to, several stages ahead
 // (decode_tiles.cuh), and three warpgroups take the tiles in turn (decode_page.cuh). The CTA merges
 // the states of its warpgroups. The CTA that ends a row's last unit merges the states of all the
@@ -22,6 +24,7 @@ constexpr int kCountingWarp = kThreads / kWarpThreads - 1;  // a producer warp t
 
 struct DecodeParams : AttendLaunch {
   DecodeScratch memory;
+  int64_t parts = 1;  // of a group
 };
 
 template <int kHeadDim, Placement kPlacement>
@@ -38,18 +41,26 @@ struct alignas(1024) SharedMemory {
   bool ends_row;  // the unit is the last of its row to end
 };
 
-// Returns the part of a row that is unit `id`. The first units of all rows have consecutive
-// numbers, so they are spread over the GPU. The step is the row's number of units.
+// Returns the share of a row that is unit `id`. The first units of all rows have consecutive
+// numbers, so they are spread over the GPU. The step is the row's number of shares.
 __device__ PageRun RunOfUnit(const DecodeParams& p, int64_t id) {
+  int64_t part = 0;
+  if (p.parts > 1) {
+    part = id % p.parts;
+    id /= p.parts;
+  }
   PageRun run = WholeRow(p, id % p.num_rows);
   run.begin = id / p.num_rows;
   run.step = NumDecodeUnits(run.end, p.kv.layout.num_kv_heads);
+  if (p.parts > 1) {
+    run.heads = {.begin = part * p.group / p.parts, .end = (part + 1) * p.group / p.parts};
+  }
   return run;
 }
 __device__ bool Exists(const PageRun& unit) { return unit.begin < unit.step; }
 
 __device__ int64_t NumUnits(const DecodeParams& p) {
-  return p.num_rows * MaxDecodeUnits(p.kv.layout.num_kv_heads);
+  return p.num_rows * MaxDecodeUnits(p.kv.layout.num_kv_heads) * p.parts;
 }
 
 // Counts what the unit's row attends to, by a warp.
@@ -85,7 +96,8 @@ __device__ void Produce(const DecodeParams& p, const KvTensorMaps& maps,
     id += gridDim.x;
     producer.Produce(run);
     // Overlaps with the consumers' last tiles.
-    if (p.counts != nullptr && run.begin == 0 && threadIdx.x / kWarpThreads == kCountingWarp) {
+    const bool is_first = run.begin == 0 && run.heads.begin == 0;
+    if (p.counts != nullptr && is_first && threadIdx.x / kWarpThreads == kCountingWarp) {
       Count(p, run);
     }
   }
@@ -161,11 +173,11 @@ __device__ PartialState MergePartials(const float* partials, int64_t count, int6
   }
   return merged;
 }
-// Calls use(head, d) for every even d of all heads of the group.
+// Calls use(head, d) for every even d of `heads` heads.
 template <int kHeadDim, typename Use>
-__device__ void ForEachPair(int64_t group, const Use& use) {
+__device__ void ForEachPair(int64_t heads, const Use& use) {
   constexpr int kPairs = kHeadDim / 2;
-  for (int i = static_cast<int>(threadIdx.x); i < group * kPairs; i += kConsumers * kGroupThreads) {
+  for (int i = static_cast<int>(threadIdx.x); i < heads * kPairs; i += kConsumers * kGroupThreads) {
     use(i / kPairs, i % kPairs * 2);
   }
 }
@@ -177,13 +189,12 @@ __device__ void SynchronizeConsumers() {
 
 template <int kHeadDim, Placement kPlacement>
 __device__ void StorePartial(const DecodeParams& p,
-                             const SharedMemory<kHeadDim, kPlacement>& shared, const PageRun& run,
-                             int64_t unit) {
+                             const SharedMemory<kHeadDim, kPlacement>& shared, const PageRun& run) {
   constexpr int64_t kStride = 2 + kHeadDim;
   SynchronizeConsumers();
-  float* to = p.memory.partials +
-              (run.row * MaxDecodeUnits(p.kv.layout.num_kv_heads) + unit) * p.group * kStride;
-  ForEachPair<kHeadDim>(p.group, [&](int head, int d) {
+  const int64_t share = run.row * MaxDecodeUnits(p.kv.layout.num_kv_heads) + run.begin;
+  float* to = p.memory.partials + (share * p.group + run.heads.begin) * kStride;
+  ForEachPair<kHeadDim>(run.heads.size(), [&](int head, int d) {
     const PartialState merged =
         MergePartials<kConsumers>(shared.partials[0][head], kConsumers, kHeads * kStride, d);
     *reinterpret_cast<float2*>(to + head * kStride + 2 + d) = merged.values;
@@ -199,7 +210,7 @@ __device__ bool EndsRow(const DecodeParams& p, SharedMemory<kHeadDim, kPlacement
                         const PageRun& run) {
   if (threadIdx.x == 0) {
     // Also publishes the values of all threads, which passed a barrier.
-    shared.ends_row = hopper::AddAndSee(&p.memory.arrivals[run.row], 1) + 1 == run.step;
+    shared.ends_row = hopper::AddAndSee(&p.memory.arrivals[run.row], 1) + 1 == run.step * p.parts;
     if (shared.ends_row) p.memory.arrivals[run.row] = 0;
   }
   SynchronizeConsumers();
@@ -261,7 +272,7 @@ __device__ void Consume(const DecodeParams& p, SharedMemory<kHeadDim, kPlacement
     ThreadState<kHeadDim> state;
     const int place = AttendToTiles<kHeadDim, kPlacement>(p, shared, me, at, state);
     LeavePartial<kHeadDim>(shared, me, place, state);
-    StorePartial<kHeadDim>(p, shared, run, run.begin);
+    StorePartial<kHeadDim>(p, shared, run);
     if (EndsRow<kHeadDim>(p, shared, run)) MergeRow<kHeadDim>(p, run);
   }
 }
@@ -302,7 +313,7 @@ cudaError_t Launch(const DecodeParams& p, const AttendKernelPlan& plan, const Kv
 cudaError_t LaunchAttendDecode(const AttendLaunch& params, const AttendKernelPlan& plan,
                                const KvTensorMaps& maps, const DecodeScratch& memory,
                                cudaStream_t stream) {
-  const DecodeParams p = {params, memory};
+  const DecodeParams p = {params, memory, plan.parts};
   return ForHeadDim(plan.shape.head_dim, [&]<int kHeadDim>() {
     switch (plan.shape.placement) {
       case Placement::kCached:

@@ -24,6 +24,8 @@ struct AttendShape {
 
 // Query heads that a CTA of prefill attends with.
 inline constexpr int kPrefillConsumers = 2;
+// Most query heads that a CTA of decode attends with.
+inline constexpr int64_t kMaxDecodeHeads = 8;
 
 struct AttendKernelPlan {
   enum class Kernel { kDecode, kPrefill };
@@ -32,13 +34,15 @@ struct AttendKernelPlan {
   AttendShape shape;
   unsigned ctas = 0;         // of decode: each takes pieces of any rows; of prefill: one per row,
   unsigned ctas_of_row = 1;  // times so many
+  int64_t parts = 1;         // of decode: parts of a group, each of which reads all pages
 };
 
 // For tiles of one query: one CTA per multiprocessor.
 inline AttendKernelPlan PlanAttendDecode(const AttendShape& shape, int num_processors) {
   return {.kernel = AttendKernelPlan::Kernel::kDecode,
           .shape = shape,
-          .ctas = static_cast<unsigned>(num_processors)};
+          .ctas = static_cast<unsigned>(num_processors),
+          .parts = (shape.group + kMaxDecodeHeads - 1) / kMaxDecodeHeads};
 }
 
 // For tiles of up to 64 queries.
@@ -67,7 +71,10 @@ inline std::ostream& operator<<(std::ostream& out, const AttendKernelPlan& plan)
   out << (plan.kernel == AttendKernelPlan::Kernel::kDecode ? "decode" : "prefill")
       << " kernel, head_dim " << shape.head_dim << ", group " << shape.group << ", "
       << shape.placement << " positions, ";
-  if (plan.kernel == AttendKernelPlan::Kernel::kDecode) return out << plan.ctas << " CTAs";
+  if (plan.kernel == AttendKernelPlan::Kernel::kDecode) {
+    if (plan.parts > 1) out << plan.parts << " parts, ";
+    return out << plan.ctas << " CTAs";
+  }
   return out << plan.ctas << " x " << plan.ctas_of_row << " CTAs";
 }
 

@@ -74,8 +74,7 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
                               .decode_selector = decode,
                               .decode_is_dense = selectors_.at(decode).dense});
   }
-  KVASIR_RETURN_IF_ERROR(
-      model_.backend().CheckPolicies(options_.policies, model_.options().shard.num_ranks));
+  KVASIR_RETURN_IF_ERROR(model_.backend().CheckPolicies(options_.policies, model_.options()));
   KVASIR_RETURN_IF_ERROR(selectors_.Prepare(model_.backend()));
   const auto enter = [this](absl::string_view stage) {
     if (options_.on_stage) options_.on_stage(stage);
