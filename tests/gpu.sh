@@ -6,9 +6,10 @@
 #   FOLDER/bin/gpu.sh test [LOGS]  only the tests, with compute-sanitizer
 #   FOLDER/bin/gpu.sh bench [LOGS] only the benchmarks
 #   FOLDER/bin/gpu.sh start [LOGS] measures how long the service takes to start; writes 16 GB to /tmp
+#   FOLDER/bin/gpu.sh models [LOGS] logits of each shape of model beside transformers; needs PyTorch and transformers
 #
-# They need a driver, and cuBLASLt and NCCL of CUDA 13. compute-sanitizer and PyTorch are optional: a line says when they are
-# absent. Whole outputs go to LOGS (default FOLDER/logs), a short table comes last. Exit status 1 if anything failed.
+# They need a driver, and cuBLASLt and NCCL of CUDA 13. compute-sanitizer and PyTorch are optional elsewhere: a line says when
+# they are absent. Whole outputs go to LOGS (default FOLDER/logs), a short table comes last. Exit status 1 if anything failed.
 set -uo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 
@@ -167,6 +168,11 @@ run_starts() {
   wait
 }
 
+run_models() {
+  begin models 580 env KVASIR_BUILD="$here/.." python3 "$here/../tests/quality/models_beside_transformers.py" --device=cuda
+  wait
+}
+
 # run PHASE ... LOGS
 run() {
   logs=${*: -1}
@@ -182,7 +188,7 @@ run() {
   for phase in "${@:1:$#-1}"; do "$phase"; done
   collect
   grep -h '^|' "$logs/dense_bench.log" "$logs/attention_bench.log" "$logs/paging_bench.log" "$logs/decode_step_bench.log" "$logs/prefill_step_bench.log" "$logs/all_reduce_bench.log" "$logs/peer_attention.log" 2>/dev/null
-  grep -hE '^(\||ready after)' "$logs/start_bench.log" 2>/dev/null
+  grep -hE '^(\||ready after)' "$logs/start_bench.log" "$logs/models.log" 2>/dev/null
   for program in "${programs[@]}" engine ranks added_method parallel; do
     compgen -G "$logs/$program*.log" >/dev/null || continue
     ended=$(cat "$logs/$program"{,-[0-9]}.log 2>/dev/null)
@@ -199,5 +205,6 @@ case "${1:-}" in
   test) run run_tests "${2:-$here/../logs}" ;;
   bench) run run_benchmarks "${2:-$here/../logs}" ;;
   start) run run_starts "${2:-$here/../logs}" ;;
+  models) run run_models "${2:-$here/../logs}" ;;
   *) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 2 ;;
 esac

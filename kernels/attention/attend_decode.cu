@@ -1,8 +1,8 @@
 // Decode attention on Hopper: one query a row, up to 8 heads of a KV group together.
 //
-// A unit is a share of a row's items (row_items.h), for a part of the group's heads: all of them up
-// to 8, otherwise parts of one size or nearly so. The parts of a share are neighbours, so that they
-// read its pages side by side, from the L2 cache. CTAs stay on the GPU and take units in turn. In
+// A unit is a share of a row's items (row_items.h). CTAs stay on the GPU and take units in turn.
+// Larger groups are cut into parts, and the CTAs of each part (blockIdx.y) take all units: they do
+// so side by side, and pages come from the L2 cache for all parts but one. In
 // a CTA, the producer warpgroup makes tiles of what the items attend to, several stages ahead
 // (decode_tiles.cuh), and three warpgroups take the tiles in turn (decode_page.cuh). The CTA merges
 // the states of its warpgroups. The CTA that ends a row's last unit merges the states of all the
@@ -24,7 +24,7 @@ constexpr int kCountingWarp = kThreads / kWarpThreads - 1;  // a producer warp t
 
 struct DecodeParams : AttendLaunch {
   DecodeScratch memory;
-  int64_t parts = 1;  // of a group
+  int heads_of_part = 0;
 };
 
 template <int kHeadDim, Placement kPlacement>
@@ -41,26 +41,27 @@ struct alignas(1024) SharedMemory {
   bool ends_row;  // the unit is the last of its row to end
 };
 
-// Returns the share of a row that is unit `id`. The first units of all rows have consecutive
-// numbers, so they are spread over the GPU. The step is the row's number of shares.
+// Returns the part of a row that is unit `id`. The first units of all rows have consecutive
+// numbers, so they are spread over the GPU. The step is the row's number of units.
 __device__ PageRun RunOfUnit(const DecodeParams& p, int64_t id) {
-  int64_t part = 0;
-  if (p.parts > 1) {
-    part = id % p.parts;
-    id /= p.parts;
-  }
   PageRun run = WholeRow(p, id % p.num_rows);
   run.begin = id / p.num_rows;
   run.step = NumDecodeUnits(run.end, p.kv.layout.num_kv_heads);
-  if (p.parts > 1) {
-    run.heads = {.begin = part * p.group / p.parts, .end = (part + 1) * p.group / p.parts};
-  }
   return run;
 }
 __device__ bool Exists(const PageRun& unit) { return unit.begin < unit.step; }
 
 __device__ int64_t NumUnits(const DecodeParams& p) {
-  return p.num_rows * MaxDecodeUnits(p.kv.layout.num_kv_heads) * p.parts;
+  return p.num_rows * MaxDecodeUnits(p.kv.layout.num_kv_heads);
+}
+
+// Returns the heads of the CTA's part of a group. Volatile, so that the compiler asks again rather
+// than keep the answer in registers.
+__device__ HeadRange MyHeads(const DecodeParams& p) {
+  int part = 0;
+  asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(part));
+  const int begin = part * p.heads_of_part;
+  return {.begin = begin, .end = min(begin + p.heads_of_part, static_cast<int>(p.group))};
 }
 
 // Counts what the unit's row attends to, by a warp.
@@ -96,7 +97,7 @@ __device__ void Produce(const DecodeParams& p, const KvTensorMaps& maps,
     id += gridDim.x;
     producer.Produce(run);
     // Overlaps with the consumers' last tiles.
-    const bool is_first = run.begin == 0 && run.heads.begin == 0;
+    const bool is_first = run.begin == 0 && blockIdx.y == 0;
     if (p.counts != nullptr && is_first && threadIdx.x / kWarpThreads == kCountingWarp) {
       Count(p, run);
     }
@@ -191,10 +192,11 @@ template <int kHeadDim, Placement kPlacement>
 __device__ void StorePartial(const DecodeParams& p,
                              const SharedMemory<kHeadDim, kPlacement>& shared, const PageRun& run) {
   constexpr int64_t kStride = 2 + kHeadDim;
+  const HeadRange heads = MyHeads(p);
   SynchronizeConsumers();
   const int64_t share = run.row * MaxDecodeUnits(p.kv.layout.num_kv_heads) + run.begin;
-  float* to = p.memory.partials + (share * p.group + run.heads.begin) * kStride;
-  ForEachPair<kHeadDim>(run.heads.size(), [&](int head, int d) {
+  float* to = p.memory.partials + (share * p.group + heads.begin) * kStride;
+  ForEachPair<kHeadDim>(heads.size(), [&](int head, int d) {
     const PartialState merged =
         MergePartials<kConsumers>(shared.partials[0][head], kConsumers, kHeads * kStride, d);
     *reinterpret_cast<float2*>(to + head * kStride + 2 + d) = merged.values;
@@ -210,7 +212,7 @@ __device__ bool EndsRow(const DecodeParams& p, SharedMemory<kHeadDim, kPlacement
                         const PageRun& run) {
   if (threadIdx.x == 0) {
     // Also publishes the values of all threads, which passed a barrier.
-    shared.ends_row = hopper::AddAndSee(&p.memory.arrivals[run.row], 1) + 1 == run.step * p.parts;
+    shared.ends_row = hopper::AddAndSee(&p.memory.arrivals[run.row], 1) + 1 == run.step * gridDim.y;
     if (shared.ends_row) p.memory.arrivals[run.row] = 0;
   }
   SynchronizeConsumers();
@@ -268,7 +270,7 @@ __device__ void Consume(const DecodeParams& p, SharedMemory<kHeadDim, kPlacement
       continue;
     }
     id += gridDim.x;
-    LoadQuery<kHeadDim, kPlacement>(p, run, me, shared.consumers[me.consumer].query);
+    LoadQuery<kHeadDim, kPlacement>(p, run, MyHeads(p), me, shared.consumers[me.consumer].query);
     ThreadState<kHeadDim> state;
     const int place = AttendToTiles<kHeadDim, kPlacement>(p, shared, me, at, state);
     LeavePartial<kHeadDim>(shared, me, place, state);
@@ -305,7 +307,8 @@ cudaError_t Launch(const DecodeParams& p, const AttendKernelPlan& plan, const Kv
   if (const cudaError_t error = AllowSharedBytes(kernel, kSharedBytes); error != cudaSuccess) {
     return error;
   }
-  return LaunchOverlapped(kernel, plan.ctas, kThreads, kSharedBytes, stream, p, maps);
+  return LaunchOverlapped(kernel, dim3(plan.ctas, plan.parts), kThreads, kSharedBytes, stream, p,
+                          maps);
 }
 
 }  // namespace
@@ -313,7 +316,8 @@ cudaError_t Launch(const DecodeParams& p, const AttendKernelPlan& plan, const Kv
 cudaError_t LaunchAttendDecode(const AttendLaunch& params, const AttendKernelPlan& plan,
                                const KvTensorMaps& maps, const DecodeScratch& memory,
                                cudaStream_t stream) {
-  const DecodeParams p = {params, memory, plan.parts};
+  const auto parts = static_cast<int64_t>(plan.parts);
+  const DecodeParams p = {params, memory, static_cast<int>((params.group + parts - 1) / parts)};
   return ForHeadDim(plan.shape.head_dim, [&]<int kHeadDim>() {
     switch (plan.shape.placement) {
       case Placement::kCached:

@@ -3,6 +3,7 @@
 // placement.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <ostream>
 
@@ -34,15 +35,16 @@ struct AttendKernelPlan {
   AttendShape shape;
   unsigned ctas = 0;         // of decode: each takes pieces of any rows; of prefill: one per row,
   unsigned ctas_of_row = 1;  // times so many
-  int64_t parts = 1;         // of decode: parts of a group, each of which reads all pages
+  unsigned parts = 1;        // of decode: parts of a group, each of which has so many CTAs
 };
 
 // For tiles of one query: one CTA per multiprocessor.
 inline AttendKernelPlan PlanAttendDecode(const AttendShape& shape, int num_processors) {
+  const int64_t parts = std::max<int64_t>(1, (shape.group + kMaxDecodeHeads - 1) / kMaxDecodeHeads);
   return {.kernel = AttendKernelPlan::Kernel::kDecode,
           .shape = shape,
-          .ctas = static_cast<unsigned>(num_processors),
-          .parts = (shape.group + kMaxDecodeHeads - 1) / kMaxDecodeHeads};
+          .ctas = std::max(1u, static_cast<unsigned>(num_processors / parts)),
+          .parts = static_cast<unsigned>(parts)};
 }
 
 // For tiles of up to 64 queries.
@@ -72,7 +74,7 @@ inline std::ostream& operator<<(std::ostream& out, const AttendKernelPlan& plan)
       << " kernel, head_dim " << shape.head_dim << ", group " << shape.group << ", "
       << shape.placement << " positions, ";
   if (plan.kernel == AttendKernelPlan::Kernel::kDecode) {
-    if (plan.parts > 1) out << plan.parts << " parts, ";
+    if (plan.parts > 1) out << plan.parts << " x ";
     return out << plan.ctas << " CTAs";
   }
   return out << plan.ctas << " x " << plan.ctas_of_row << " CTAs";

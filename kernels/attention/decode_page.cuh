@@ -33,16 +33,24 @@ struct ThreadState {
   float out[PageShape<kHeadDim>::kHalves][4] = {};
 };
 
-// Loads the queries of the run's heads. Rows of absent heads are zero.
+// Query heads of a group.
+struct HeadRange {
+  int begin = 0;
+  int end = 0;
+
+  __device__ int size() const { return end - begin; }
+};
+
+// Loads the queries of some heads. Rows of absent heads are zero.
 template <int kHeadDim, Placement kPlacement>
-__device__ void LoadQuery(const AttendLaunch& p, const PageRun& run, const ThreadPlace& me,
-                          std::byte* to) {
+__device__ void LoadQuery(const AttendLaunch& p, const PageRun& run, const HeadRange& of_group,
+                          const ThreadPlace& me, std::byte* to) {
   const int64_t kv_head = run.row % p.kv.layout.num_kv_heads;
   const int64_t heads = p.kv.layout.num_kv_heads * p.group;
   const __nv_bfloat16* first =
-      p.q + (run.tile.first_row * heads + kv_head * p.group + run.heads.begin) * kHeadDim;
+      p.q + (run.tile.first_row * heads + kv_head * p.group + of_group.begin) * kHeadDim;
   const auto query_of = [&](int head) {
-    return head < run.heads.size() ? first + head * kHeadDim : nullptr;
+    return head < of_group.size() ? first + head * kHeadDim : nullptr;
   };
   LoadQueryTile<kHeadDim, kHeads>(me, query_of, to);
   if constexpr (kPlacement != Placement::kCached) {

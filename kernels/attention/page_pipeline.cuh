@@ -84,15 +84,7 @@ struct RingPosition {
   }
 };
 
-// Query heads of a group.
-struct HeadRange {
-  int64_t begin = 0;
-  int64_t end = 0;
-
-  __device__ int64_t size() const { return end - begin; }
-};
-
-// Items begin, begin + step, ... below `end` of a selection row, for some heads of its group.
+// Items begin, begin + step, ... below `end` of a selection row.
 struct PageRun {
   int64_t row = 0;
   int64_t begin = 0;
@@ -100,15 +92,13 @@ struct PageRun {
   int64_t step = 1;
   QueryTile tile;
   RowItems items;
-  HeadRange heads;
 };
 
-// The whole row, for all heads.
+// The whole row.
 __device__ inline PageRun WholeRow(const AttendLaunch& p, int64_t row) {
   PageRun run = {.row = row, .tile = p.tiles[row / p.kv.layout.num_kv_heads]};
   run.items = NumberItems(p.headers[row], run.tile.first_position + run.tile.num_rows - 1);
   run.end = run.items.num_items;
-  run.heads = {.end = p.group};
   return run;
 }
 

@@ -41,7 +41,7 @@ TEST(KernelPlans, DecodeTakesEightHeadsOfAGroupAtATime) {
     EXPECT_EQ(PlanAttendDecode(shape, 132).parts, parts) << group;
   }
   EXPECT_EQ(TextOf(PlanAttendDecode(shape, 132)),
-            "decode kernel, head_dim 64, group 17, cached positions, 3 parts, 132 CTAs");
+            "decode kernel, head_dim 64, group 17, cached positions, 3 x 44 CTAs");
 }
 
 TEST(KernelPlans, PrefillHasACtaForTwoHeadsOfARow) {
