@@ -10,8 +10,6 @@
 namespace kvasir::kernels {
 namespace {
 
-constexpr int64_t kMaxGroup = 8;
-
 absl::StatusOr<int64_t> CheckedGroup(const CudaAttendParams& p) {
   const KvLayout& layout = p.kv.layout;
   const int64_t rows = static_cast<int64_t>(p.tiles.size()) * layout.num_kv_heads;
@@ -34,8 +32,8 @@ absl::StatusOr<int64_t> CheckedGroup(const CudaAttendParams& p) {
   if (!p.lse.empty()) check.Match("lse", p.lse, {"tokens", "heads"}, DType::kFloat32);
   KVASIR_RETURN_IF_ERROR(check.status());
   const int64_t group = layout.num_kv_heads > 0 ? check.dim("heads") / layout.num_kv_heads : 0;
-  check.Require(group >= 1 && group <= kMaxGroup && check.dim("heads") % layout.num_kv_heads == 0,
-                "the query heads must be 1 to 8 times the KV heads");
+  check.Require(group >= 1 && check.dim("heads") % layout.num_kv_heads == 0,
+                "the query heads must be a multiple of the KV heads");
   KVASIR_RETURN_IF_ERROR(check.status());
   return group;
 }

@@ -1,6 +1,8 @@
-// Decode attention on Hopper: one query a row, the heads of a KV group together.
+// Decode attention on Hopper: one query a row, up to 8 heads of a KV group together.
 //
-// A unit is a share of a row's items (row_items.h). CTAs stay on the GPU and take units in turn. In
+// A unit is a share of a row's items (row_items.h). CTAs stay on the GPU and take units in turn.
+// Larger groups are cut into parts, and the CTAs of each part (blockIdx.y) take all units: they do
+// so side by side, and pages come from the L2 cache for all parts but one. In
 // a CTA, the producer warpgroup makes tiles of what the items attend to, several stages ahead
 // (decode_tiles.cuh), and three warpgroups take the tiles in turn (decode_page.cuh). The CTA merges
 // the states of its warpgroups. The CTA that ends a row's last unit merges the states of all the
@@ -22,6 +24,7 @@ constexpr int kCountingWarp = kThreads / kWarpThreads - 1;  // a producer warp t
 
 struct DecodeParams : AttendLaunch {
   DecodeScratch memory;
+  int heads_of_part = 0;
 };
 
 template <int kHeadDim, Placement kPlacement, bool kCoded>
@@ -50,6 +53,15 @@ __device__ bool Exists(const PageRun& unit) { return unit.begin < unit.step; }
 
 __device__ int64_t NumUnits(const DecodeParams& p) {
   return p.num_rows * MaxDecodeUnits(p.kv.layout.num_kv_heads);
+}
+
+// Returns the heads of the CTA's part of a group. Volatile, so that the compiler asks again rather
+// than keep the answer in registers.
+__device__ HeadRange MyHeads(const DecodeParams& p) {
+  int part = 0;
+  asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(part));
+  const int begin = part * p.heads_of_part;
+  return {.begin = begin, .end = min(begin + p.heads_of_part, static_cast<int>(p.group))};
 }
 
 // Counts what the unit's row attends to, by a warp.
@@ -85,7 +97,8 @@ __device__ void Produce(const DecodeParams& p, const KvTensorMaps& maps,
     id += gridDim.x;
     producer.Produce(run);
     // Overlaps with the consumers' last tiles.
-    if (p.counts != nullptr && run.begin == 0 && threadIdx.x / kWarpThreads == kCountingWarp) {
+    const bool is_first = run.begin == 0 && blockIdx.y == 0;
+    if (p.counts != nullptr && is_first && threadIdx.x / kWarpThreads == kCountingWarp) {
       Count(p, run);
     }
   }
@@ -161,11 +174,11 @@ __device__ PartialState MergePartials(const float* partials, int64_t count, int6
   }
   return merged;
 }
-// Calls use(head, d) for every even d of all heads of the group.
+// Calls use(head, d) for every even d of `heads` heads.
 template <int kHeadDim, typename Use>
-__device__ void ForEachPair(int64_t group, const Use& use) {
+__device__ void ForEachPair(int64_t heads, const Use& use) {
   constexpr int kPairs = kHeadDim / 2;
-  for (int i = static_cast<int>(threadIdx.x); i < group * kPairs; i += kConsumers * kGroupThreads) {
+  for (int i = static_cast<int>(threadIdx.x); i < heads * kPairs; i += kConsumers * kGroupThreads) {
     use(i / kPairs, i % kPairs * 2);
   }
 }
@@ -178,12 +191,13 @@ __device__ void SynchronizeConsumers() {
 template <int kHeadDim, Placement kPlacement, bool kCoded>
 __device__ void StorePartial(const DecodeParams& p,
                              const SharedMemory<kHeadDim, kPlacement, kCoded>& shared,
-                             const PageRun& run, int64_t unit) {
+                             const PageRun& run) {
   constexpr int64_t kStride = 2 + kHeadDim;
+  const HeadRange heads = MyHeads(p);
   SynchronizeConsumers();
-  float* to = p.memory.partials +
-              (run.row * MaxDecodeUnits(p.kv.layout.num_kv_heads) + unit) * p.group * kStride;
-  ForEachPair<kHeadDim>(p.group, [&](int head, int d) {
+  const int64_t share = run.row * MaxDecodeUnits(p.kv.layout.num_kv_heads) + run.begin;
+  float* to = p.memory.partials + (share * p.group + heads.begin) * kStride;
+  ForEachPair<kHeadDim>(heads.size(), [&](int head, int d) {
     const PartialState merged =
         MergePartials<kConsumers>(shared.partials[0][head], kConsumers, kHeads * kStride, d);
     *reinterpret_cast<float2*>(to + head * kStride + 2 + d) = merged.values;
@@ -199,7 +213,7 @@ __device__ bool EndsRow(const DecodeParams& p, SharedMemory<kHeadDim, kPlacement
                         const PageRun& run) {
   if (threadIdx.x == 0) {
     // Also publishes the values of all threads, which passed a barrier.
-    shared.ends_row = hopper::AddAndSee(&p.memory.arrivals[run.row], 1) + 1 == run.step;
+    shared.ends_row = hopper::AddAndSee(&p.memory.arrivals[run.row], 1) + 1 == run.step * gridDim.y;
     if (shared.ends_row) p.memory.arrivals[run.row] = 0;
   }
   SynchronizeConsumers();
@@ -259,11 +273,11 @@ __device__ void Consume(const DecodeParams& p, SharedMemory<kHeadDim, kPlacement
       continue;
     }
     id += gridDim.x;
-    LoadQuery<kHeadDim, kPlacement>(p, run, me, shared.consumers[me.consumer].query);
+    LoadQuery<kHeadDim, kPlacement>(p, run, MyHeads(p), me, shared.consumers[me.consumer].query);
     ThreadState<kHeadDim> state;
     const int place = AttendToTiles<kHeadDim, kPlacement, kCoded>(p, shared, me, at, state);
     LeavePartial<kHeadDim>(shared, me, place, state);
-    StorePartial<kHeadDim>(p, shared, run, run.begin);
+    StorePartial<kHeadDim>(p, shared, run);
     if (EndsRow<kHeadDim>(p, shared, run)) MergeRow<kHeadDim>(p, run);
   }
 }
@@ -297,7 +311,8 @@ cudaError_t Launch(const DecodeParams& p, const AttendKernelPlan& plan, const Kv
   if (const cudaError_t error = AllowSharedBytes(kernel, kSharedBytes); error != cudaSuccess) {
     return error;
   }
-  return LaunchOverlapped(kernel, plan.ctas, kThreads, kSharedBytes, stream, p, maps);
+  return LaunchOverlapped(kernel, dim3(plan.ctas, plan.parts), kThreads, kSharedBytes, stream, p,
+                          maps);
 }
 
 }  // namespace
@@ -305,7 +320,8 @@ cudaError_t Launch(const DecodeParams& p, const AttendKernelPlan& plan, const Kv
 cudaError_t LaunchAttendDecode(const AttendLaunch& params, const AttendKernelPlan& plan,
                                const KvTensorMaps& maps, const DecodeScratch& memory,
                                cudaStream_t stream) {
-  const DecodeParams p = {params, memory};
+  const auto parts = static_cast<int64_t>(plan.parts);
+  const DecodeParams p = {params, memory, static_cast<int>((params.group + parts - 1) / parts)};
   return ForShape(plan.shape, [&]<int kHeadDim, Placement kPlacement, bool kCoded>() {
     return Launch<kHeadDim, kPlacement, kCoded>(p, plan, maps, stream);
   });

@@ -1,5 +1,5 @@
-// One page of decode attention, by a warpgroup: one query a row, the heads of a KV group together.
-// For a page of 64 tokens it computes
+// One page of decode attention, by a warpgroup: one query a row, up to 8 heads of a KV group
+// together. For a page of 64 tokens it computes
 //
 //   S[64 tokens, 8 heads] = K[64, d] q^T            M = tokens: only the heads, up to 8, are
 //   P = exp2(scale S - max)                         padded
@@ -13,7 +13,7 @@
 
 namespace kvasir::kernels {
 
-constexpr int kHeads = 8;  // columns of the products; a KV head has at most this many query heads
+constexpr int kHeads = static_cast<int>(kMaxDecodeHeads);  // columns of the products
 
 // Working memory of a warpgroup.
 template <int kHeadDim>
@@ -33,15 +33,24 @@ struct ThreadState {
   float out[PageShape<kHeadDim>::kHalves][4] = {};
 };
 
-// Loads the group's queries. Rows of absent heads are zero.
+// Query heads of a group.
+struct HeadRange {
+  int begin = 0;
+  int end = 0;
+
+  __device__ int size() const { return end - begin; }
+};
+
+// Loads the queries of some heads. Rows of absent heads are zero.
 template <int kHeadDim, Placement kPlacement>
-__device__ void LoadQuery(const AttendLaunch& p, const PageRun& run, const ThreadPlace& me,
-                          std::byte* to) {
+__device__ void LoadQuery(const AttendLaunch& p, const PageRun& run, const HeadRange& of_group,
+                          const ThreadPlace& me, std::byte* to) {
   const int64_t kv_head = run.row % p.kv.layout.num_kv_heads;
   const int64_t heads = p.kv.layout.num_kv_heads * p.group;
-  const __nv_bfloat16* first = p.q + (run.tile.first_row * heads + kv_head * p.group) * kHeadDim;
+  const __nv_bfloat16* first =
+      p.q + (run.tile.first_row * heads + kv_head * p.group + of_group.begin) * kHeadDim;
   const auto query_of = [&](int head) {
-    return head < p.group ? first + head * kHeadDim : nullptr;
+    return head < of_group.size() ? first + head * kHeadDim : nullptr;
   };
   LoadQueryTile<kHeadDim, kHeads>(me, query_of, to);
   if constexpr (kPlacement != Placement::kCached) {

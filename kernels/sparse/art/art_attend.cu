@@ -274,7 +274,8 @@ __device__ void Consume(const ArtLaunch& p, const Reading& reading, bool is_watc
                         SharedMemory<kHeadDim, kCoded>& shared) {
   const ThreadPlace me = MyPlace();
   const int64_t patience = p.numbers[reading.run.row / p.kv.layout.num_kv_heads].patience;
-  LoadQuery<kHeadDim, kPlacement>(p, reading.run, me, shared.consumer.query);
+  LoadQuery<kHeadDim, kPlacement>(p, reading.run, {.end = static_cast<int>(p.group)}, me,
+                                  shared.consumer.query);
   ThreadState<kHeadDim> state;
   Watch<kHeadDim> watch;
   Guard guard = {.sums = p.unread + reading.run.row * (p.kv.max_blocks_per_slot + 1) * p.group};

@@ -13,11 +13,9 @@
 #include "kernels/sparse/common/cuda_selector.h"
 #include "kernels/sparse/common/device_memory.h"
 #include "kernels/sparse/common/select_shape.h"
+#include "kernels/sparse/common/stages.h"
 
 namespace kvasir::kernels {
-
-// Most query heads of a KV head, for kernels that hold something of each in registers.
-inline constexpr int64_t kMaxCudaGroup = 8;
 
 // A Select or Prune call as kernels take it. All pointers are device memory.
 struct SelectLaunch {

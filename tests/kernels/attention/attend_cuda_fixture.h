@@ -36,6 +36,8 @@ class AttendCudaTest : public testing::TestWithParam<std::tuple<int64_t, int64_t
             .kv_heads = 2,
             .group = std::get<1>(GetParam())};
   }
+  // How often decode reads a token, for 8 heads of its group at a time.
+  int64_t TimesRead() const { return (Shape().group + 7) / 8; }
 };
 
 // Makes a key or value of the layer under test NaN.
