@@ -75,32 +75,58 @@ __device__ void StoreDecoded(std::byte* tile, int row, int part, const uint4 (&e
   }
 }
 
-// Decodes the stage's codes, by kThreads threads, of which this is number `thread`. `synchronize`
-// waits for all of them. A barrier must follow.
-template <int kThreads, typename Ring, typename Synchronize>
-__device__ void DecodeStage(Ring& ring, int stage, DType dtype, int thread,
-                            const Synchronize& synchronize) {
+// Whether a stage is decoded to its elements, or to these without their tokens' scales. Then all
+// are finite, and the reader applies scales to logits and weights, which are fewer.
+enum class Decoding { kElements, kUnscaled };
+
+template <int kThreads, Decoding kDecoding, bool kIsInt8, typename Ring, typename Synchronize>
+__device__ void DecodeStageAs(Ring& ring, int stage, int thread, const Synchronize& synchronize) {
   constexpr int kDim = Ring::Shape::kDim;
   using Page = CodePage<kDim>;
   static_assert(Page::kSideParts % kThreads == 0);
   constexpr int kParts = Page::kSideParts / kThreads;
-  const auto* const keys = reinterpret_cast<const uint4*>(ring.codes(stage));
-  const auto* const values = reinterpret_cast<const uint4*>(ring.codes(stage) + Page::kSideBytes);
-  const auto store = [&](std::byte* tile, int side, int i, const uint4& codes) {
-    const int row = i / Page::kRowParts;
-    uint4 elements[2];
-    DecodeSixteen(dtype, codes, CodeScale(ring.ScaleOf(stage, side, row)), elements);
-    StoreDecoded<kDim>(tile, row, i % Page::kRowParts, elements);
-  };
-#pragma unroll 1
-  for (int i = thread; i < Page::kSideParts; i += kThreads) store(ring.keys(stage), 0, i, keys[i]);
+  // Without this the places of all parts would be kept between pages, in more registers than there
+  // are.
+  asm volatile("" : "+r"(thread));
   uint4 held[kParts];
+  const auto load = [&](int side) {
+    const auto* const codes =
+        reinterpret_cast<const uint4*>(ring.codes(stage) + side * Page::kSideBytes) + thread;
 #pragma unroll
-  for (int j = 0; j < kParts; ++j) held[j] = values[thread + j * kThreads];
+    for (int j = 0; j < kParts; ++j) held[j] = codes[j * kThreads];
+  };
+  // Two parts are not unrolled: with heads of 64 registers would be spilled.
+  const auto store = [&](std::byte* tile, int side) {
+#pragma unroll(kParts > 2 ? kParts : 1)
+    for (int j = 0; j < kParts; ++j) {
+      const int row = (thread + j * kThreads) / Page::kRowParts;
+      uint4 elements[2] = {DecodeEight<kIsInt8>({held[j].x, held[j].y}),
+                           DecodeEight<kIsInt8>({held[j].z, held[j].w})};
+      if constexpr (kDecoding == Decoding::kElements) {
+        const CodeScale scale(ring.ScaleOf(stage, side, row));
+        for (uint4& eight : elements) eight = scale.Of(eight);
+      }
+      StoreDecoded<kDim>(tile, row, thread % Page::kRowParts, elements);
+    }
+  };
+  load(0);
+  store(ring.keys(stage), 0);
+  load(1);
   synchronize();  // no code is read after this
-#pragma unroll
-  for (int j = 0; j < kParts; ++j) store(ring.values(stage), 1, thread + j * kThreads, held[j]);
+  store(ring.values(stage), 1);
   hopper::FenceAsyncProxy();
+}
+
+// Decodes the stage's codes, by kThreads threads, of which this is number `thread`. `synchronize`
+// waits for all of them. A barrier must follow.
+template <int kThreads, Decoding kDecoding, typename Ring, typename Synchronize>
+__device__ void DecodeStage(Ring& ring, int stage, DType dtype, int thread,
+                            const Synchronize& synchronize) {
+  if (dtype == DType::kInt8) {
+    DecodeStageAs<kThreads, kDecoding, true>(ring, stage, thread, synchronize);
+  } else {
+    DecodeStageAs<kThreads, kDecoding, false>(ring, stage, thread, synchronize);
+  }
 }
 
 }  // namespace kvasir::kernels

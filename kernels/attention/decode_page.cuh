@@ -121,6 +121,13 @@ __device__ void AddValues(const std::byte* values, const std::byte* weights,
   hopper::WgmmaWait<0>();
 }
 
+// Scale of a key (side 0) or value (side 1) in a row of the stage; 1 where the KV is not quantized.
+template <typename Ring>
+__device__ float RowScale(const Ring& ring, int stage, int side, int row) {
+  if constexpr (Ring::kCoded) return CodeScale(ring.ScaleOf(stage, side, row)).factor();
+  return 1;
+}
+
 // Adds the stage's page. Only this warpgroup reads the stage, which it changes.
 template <int kHeadDim, Placement kPlacement, typename Ring>
 __device__ void AttendToPage(const AttendLaunch& p, Ring& ring, DecodeMemory<kHeadDim>& mine,
@@ -128,7 +135,8 @@ __device__ void AttendToPage(const AttendLaunch& p, Ring& ring, DecodeMemory<kHe
   const uint64_t mask = ring.masks[stage];
   if (mask == 0) return;
   if constexpr (Ring::kCoded) {
-    DecodeStage<kGroupThreads>(ring, stage, p.kv.layout.dtype, me.thread, [&] { Synchronize(me); });
+    DecodeStage<kGroupThreads, Decoding::kUnscaled>(ring, stage, p.kv.layout.dtype, me.thread,
+                                                    [&] { Synchronize(me); });
     Synchronize(me);
   }
   if constexpr (kPlacement != Placement::kCached) {
@@ -138,10 +146,14 @@ __device__ void AttendToPage(const AttendLaunch& p, Ring& ring, DecodeMemory<kHe
   float s[4] = {};
   Logits<kHeadDim>(ring.keys(stage), mine.query, s);
   const bool attended[2] = {(mask >> me.row & 1) != 0, (mask >> (me.row + 8) & 1) != 0};
-  for (int i = 0; i < 4; ++i) s[i] = attended[i / 2] ? s[i] * p.scale * kLog2E : kMinusInfinity;
+  for (int i = 0; i < 4; ++i) {
+    const float scale = RowScale(ring, stage, 0, me.row + i / 2 * 8);
+    s[i] = attended[i / 2] ? s[i] * scale * p.scale * kLog2E : kMinusInfinity;
+  }
   float page_max[2];
   ColumnMax(me, mine.exchange, s, page_max);
-  if (mask != ~uint64_t{0}) ZeroMaskedValues(ring, stage, mask, me.thread, kGroupThreads);
+  if (!Ring::kCoded && mask != ~uint64_t{0})
+    ZeroMaskedValues(ring, stage, mask, me.thread, kGroupThreads);
   float offset[2];  // base of the exponent: a maximum, or 0 while there is no key
   for (int j = 0; j < 2; ++j) {
     const float max = fmaxf(state.max[j], page_max[j]);
@@ -161,7 +173,7 @@ __device__ void AttendToPage(const AttendLaunch& p, Ring& ring, DecodeMemory<kHe
     const int token = me.row + i / 2 * 8;
     *reinterpret_cast<__nv_bfloat16*>(mine.weights +
                                       hopper::SwizzledOffset(me.column + j, token * 2)) =
-        __float2bfloat16_rn(weight);
+        __float2bfloat16_rn(attended[i / 2] ? weight * RowScale(ring, stage, 1, token) : 0.0f);
   }
   hopper::FenceAsyncProxy();
   Synchronize(me);

@@ -178,7 +178,8 @@ __device__ void PreparePages(const AttendLaunch& p,
     is_end = shared.ring.masks[at.stage] == 0;
     if (!is_end) {
       if constexpr (kCoded) {
-        DecodeStage<kThreads>(shared.ring, at.stage, p.kv.layout.dtype, thread, synchronize);
+        DecodeStage<kThreads, Decoding::kElements>(shared.ring, at.stage, p.kv.layout.dtype, thread,
+                                                   synchronize);
       }
       if constexpr (kRotates<kPlacement>) {
         if constexpr (kCoded) synchronize();

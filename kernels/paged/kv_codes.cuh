@@ -17,51 +17,43 @@ __device__ inline uint32_t MultiplyPairs(uint32_t a, uint32_t b) {
   return *reinterpret_cast<const uint32_t*>(&product);
 }
 
-// A token's scale, twice, as bfloat16.
+// A token's scale: 2^(scale - 127), or NaN.
 struct CodeScale {
-  uint32_t pair;
+  uint32_t bits;  // as bfloat16
 
-  __device__ explicit CodeScale(uint8_t scale) {
-    const uint32_t bits = scale == kNanScale ? 0x7fc0u : uint32_t{scale} << 7;
-    pair = bits << 16 | bits;
+  __device__ explicit CodeScale(uint8_t scale)
+      : bits(scale == kNanScale ? 0x7fc0u : uint32_t{scale} << 7) {}
+  __device__ float factor() const { return __uint_as_float(bits << 16); }
+  __device__ uint4 Of(const uint4& eight) const {
+    const uint32_t pair = bits << 16 | bits;
+    return {MultiplyPairs(eight.x, pair), MultiplyPairs(eight.y, pair),
+            MultiplyPairs(eight.z, pair), MultiplyPairs(eight.w, pair)};
   }
 };
 
-// Decodes two neighbours of four codes: the first two or the second.
-__device__ inline uint32_t DecodeInt8Pair(uint32_t four, bool second) {
-  // As bfloat16: 128 + the low seven bits, less 128 or, for a negative code, 256.
-  const uint32_t spread = __byte_perm(four, 0, second ? 0x4342 : 0x4140);
-  const uint32_t low = (spread & 0x007f007fu) | 0x43004300u;
-  const uint32_t less = (spread & 0x00800080u) | 0x43004300u;
-  const __nv_bfloat162 pair = __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&low),
-                                      *reinterpret_cast<const __nv_bfloat162*>(&less));
-  return *reinterpret_cast<const uint32_t*>(&pair);
+// Decodes two neighbours of four codes, the first two or the second, without their scale, which
+// makes them finite bfloat16 numbers whatever the codes are.
+template <bool kIsInt8>
+__device__ uint32_t DecodePair(uint32_t four, bool second) {
+  if constexpr (kIsInt8) {
+    // 128 + the low seven bits, less 128 or, for a negative code, 256.
+    const uint32_t spread = __byte_perm(four, 0, second ? 0x4342 : 0x4140);
+    const uint32_t low = (spread & 0x007f007fu) | 0x43004300u;
+    const uint32_t less = (spread & 0x00800080u) | 0x43004300u;
+    const __nv_bfloat162 pair = __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&low),
+                                        *reinterpret_cast<const __nv_bfloat162*>(&less));
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  } else {
+    // The bits of a code are those of a bfloat16 whose exponent is 120 too small.
+    constexpr uint32_t kTwoTo120 = 0x7b807b80u;
+    const uint32_t spread = __byte_perm(four, 0, second ? 0x3424 : 0x1404);
+    return MultiplyPairs((spread & 0x80008000u) | (spread >> 4 & 0x07f007f0u), kTwoTo120);
+  }
 }
-__device__ inline uint32_t DecodeFloat8Pair(uint32_t four, bool second) {
-  // The bits of a code are those of a bfloat16 whose exponent is 120 too small.
-  constexpr uint32_t kTwoTo120 = 0x7b807b80u;
-  const uint32_t spread = __byte_perm(four, 0, second ? 0x3424 : 0x1404);
-  return MultiplyPairs((spread & 0x80008000u) | (spread & 0x7f007f00u) >> 4, kTwoTo120);
-}
-
-// Decodes four codes to bfloat16.
-__device__ inline uint2 DecodeFour(DType dtype, uint32_t codes, const CodeScale& scale) {
-  uint2 pairs = dtype == DType::kInt8
-                    ? uint2{DecodeInt8Pair(codes, false), DecodeInt8Pair(codes, true)}
-                    : uint2{DecodeFloat8Pair(codes, false), DecodeFloat8Pair(codes, true)};
-  return {MultiplyPairs(pairs.x, scale.pair), MultiplyPairs(pairs.y, scale.pair)};
-}
-
-// Decodes eight codes to bfloat16.
-__device__ inline uint4 DecodeEight(DType dtype, const uint2& codes, const CodeScale& scale) {
-  const uint2 low = DecodeFour(dtype, codes.x, scale);
-  const uint2 high = DecodeFour(dtype, codes.y, scale);
-  return {low.x, low.y, high.x, high.y};
-}
-__device__ inline void DecodeSixteen(DType dtype, const uint4& codes, const CodeScale& scale,
-                                     uint4 (&elements)[2]) {
-  elements[0] = DecodeEight(dtype, {codes.x, codes.y}, scale);
-  elements[1] = DecodeEight(dtype, {codes.z, codes.w}, scale);
+template <bool kIsInt8>
+__device__ uint4 DecodeEight(const uint2& codes) {
+  return {DecodePair<kIsInt8>(codes.x, false), DecodePair<kIsInt8>(codes.x, true),
+          DecodePair<kIsInt8>(codes.y, false), DecodePair<kIsInt8>(codes.y, true)};
 }
 
 // Decodes one code to bfloat16.

@@ -149,7 +149,8 @@ struct CodedKey {
         scale(static_cast<uint8_t>(page[layout.scales_offset() + token])),
         dtype(layout.dtype) {}
   __device__ Part operator[](int i) const {
-    const uint4 elements = DecodeEight(dtype, parts[i], scale);
+    const uint4 elements = scale.Of(dtype == DType::kInt8 ? DecodeEight<true>(parts[i])
+                                                          : DecodeEight<false>(parts[i]));
     return *reinterpret_cast<const Part*>(&elements);
   }
 };

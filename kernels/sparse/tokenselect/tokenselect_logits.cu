@@ -182,16 +182,17 @@ class KeyStream {
     std::byte* const page = ring_.pages[stage];
     const auto* const codes = reinterpret_cast<const uint4*>(page + Ring::kCodeBytes);
     auto* const keys = reinterpret_cast<uint4*>(page);
-    const DType dtype = p_.select.kv.layout.dtype;
+    const bool is_int8 = p_.select.kv.layout.dtype == DType::kInt8;
+    const auto decode = [&](const uint2& eight) {
+      return is_int8 ? DecodeEight<true>(eight) : DecodeEight<false>(eight);
+    };
 #pragma unroll 1
     for (int i = lane_; i < kPageTokens * kOfToken; i += kWarpThreads) {
       const uint4 own = codes[i];
-      uint4 elements[2];
-      DecodeSixteen(dtype, own, CodeScale(static_cast<uint8_t>(ring_.scales[stage][i / kOfToken])),
-                    elements);
+      const CodeScale scale(static_cast<uint8_t>(ring_.scales[stage][i / kOfToken]));
       __syncwarp();
-      keys[2 * i] = elements[0];
-      keys[2 * i + 1] = elements[1];
+      keys[2 * i] = scale.Of(decode({own.x, own.y}));
+      keys[2 * i + 1] = scale.Of(decode({own.z, own.w}));
       __syncwarp();
     }
     hopper::FenceAsyncProxy();  // the stage is copied to again
