@@ -25,6 +25,7 @@
 #include "coordinator/policy/policy_file.h"
 #include "coordinator/request/request_trace.h"
 #include "coordinator/request/unknown_calls.h"
+#include "coordinator/request/unread_calls.h"
 #include "coordinator/security/api_keys.h"
 #include "coordinator/service.h"
 #include "coordinator/text_pool.h"
@@ -355,6 +356,9 @@ absl::Status ServerImpl::BuildServer() {
   builder.RegisterService(service_.get());
   builder.RegisterService(vllm_service_.get());
   builder.RegisterCallbackGenericService(unknown_calls_.get());
+  std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>> watches;
+  watches.push_back(std::make_unique<UnreadCalls>(*api_));
+  builder.experimental().SetInterceptorCreators(std::move(watches));
   server_ = builder.BuildAndStart();
   if (server_ == nullptr) return absl::InternalError("gRPC cannot start its server");
   OnReadiness(false);

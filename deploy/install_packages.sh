@@ -13,11 +13,13 @@ build_packages=(
   libabsl-dev libprotobuf-dev protobuf-compiler libgrpc-dev libgrpc++-dev protobuf-compiler-grpc
   libspdlog-dev libfmt-dev prometheus-cpp-dev libcpp-httplib-dev libboost1.74-dev
   libdnnl-dev ocl-icd-opencl-dev libgloo-dev libxxhash-dev libssl-dev liburing-dev librocksdb-dev
+  libucx-dev
   nlohmann-json3-dev libyaml-cpp-dev libpcre2-dev libutf8proc-dev
   libzmq3-dev cppzmq-dev libmsgpack-cxx-dev
 )
 test_packages=(
   libgtest-dev libgmock-dev libbenchmark-dev
+  ucx-utils
   curl python3 python3-grpcio python3-protobuf prometheus zsh
   python3-venv python3-yaml systemd chromium openssl python3-cryptography
 )

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
-#include <exception>
 #include <iostream>
 #include <unistd.h>
 #include <utility>
@@ -18,6 +17,7 @@
 #include "kernels/base/status_macros.h"
 #include "proto/config_flags.h"
 #include "proto/kvasir/v1/config.pb.h"
+#include "proto/text_file.h"
 
 namespace kvasir::proto {
 namespace {
@@ -48,11 +48,14 @@ std::vector<std::string> UnreadVariables(const ConfigSources& sources, const Mes
   return warnings;
 }
 
-// Returns the value of the flag's variable, or null.
+// Returns the value of the flag's variable, or null. A shared variable that is empty counts as not
+// set: so do the programs that share it.
 const char* VariableOf(const Flag& flag, const ConfigSources& sources) {
   const char* own = sources.getenv(VariableName(*flag.field).c_str());
-  const std::string& shared = flag.options().shared_variable();
-  return own != nullptr || shared.empty() ? own : sources.getenv(shared.c_str());
+  const std::string& name = flag.options().shared_variable();
+  if (own != nullptr || name.empty()) return own;
+  const char* shared = sources.getenv(name.c_str());
+  return shared != nullptr && *shared != '\0' ? shared : nullptr;
 }
 
 const Flag* FindFlag(const std::vector<Flag>& flags, absl::string_view name) {
@@ -105,11 +108,11 @@ absl::Status ApplyNode(const Flag& flag, const YAML::Node& node) {
 
 absl::Status ApplyFile(const std::vector<Flag>& flags, const std::string& path,
                        LoadedConfig& loaded) {
+  KVASIR_ASSIGN_OR_RETURN(const std::string text, ReadTextFile("--config", path));
   YAML::Node root;
   try {
-    root = YAML::LoadFile(path);
-  } catch (const std::exception& e) {  // thrown by YAML, or by the stream for something that is no
-                                       // file
+    root = YAML::Load(text);
+  } catch (const YAML::Exception& e) {
     return absl::InvalidArgumentError(absl::StrCat("--config ", path, ": ", e.what()));
   }
   if (root.IsNull()) return absl::OkStatus();

@@ -142,7 +142,7 @@ run_benchmarks() {
   # Benchmarks have the machine to themselves.
   begin dense_bench 120 "$here/dense_cuda_bench"
   wait
-  begin attention_bench 120 "$here/attention_cuda_bench"
+  begin attention_bench 180 "$here/attention_cuda_bench"
   wait
   begin paging_bench 120 "$here/paging_cuda_bench"
   wait
@@ -157,7 +157,7 @@ run_benchmarks() {
     results+=("absent  a second GPU: sums over GPUs are not timed")
   fi
   if python3 -c 'import torch' 2>/dev/null; then
-    begin peer_attention 180 python3 "$here/peer_attention.py"
+    begin peer_attention 400 python3 "$here/peer_attention.py" --ours="$logs/attention_bench.log"
     wait
   else
     results+=("absent  PyTorch")

@@ -7,9 +7,9 @@
 #include "nlohmann/json.hpp"
 
 #include "coordinator/cli/connect.h"
-#include "coordinator/cli/read_text.h"
 #include "kernels/base/status_macros.h"
 #include "proto/grpc_status.h"
+#include "proto/text_file.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -77,7 +77,7 @@ absl::StatusOr<std::vector<uint32_t>> RandomTokens(v1::Generation::Stub& stub, i
 }
 
 absl::StatusOr<std::vector<std::string>> DocumentPrompts(const std::string& path) {
-  KVASIR_ASSIGN_OR_RETURN(const std::string text, ReadFile("--documents", path));
+  KVASIR_ASSIGN_OR_RETURN(const std::string text, proto::ReadTextFile("--documents", path));
   const json parsed = json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (!parsed.is_object() && !parsed.is_array()) return NotDocuments(path, "is not JSON");
   const json documents = parsed.is_array() ? parsed : json::array({parsed});

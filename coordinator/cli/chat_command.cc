@@ -12,8 +12,8 @@
 #include "absl/strings/str_format.h"
 #include "nlohmann/json.hpp"
 
+#include "coordinator/cli/check_text.h"
 #include "coordinator/cli/connect.h"
-#include "coordinator/cli/read_text.h"
 #include "coordinator/cli/terminal/interrupt_watch.h"
 #include "kernels/base/status_macros.h"
 #include "proto/grpc_status.h"

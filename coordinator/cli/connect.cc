@@ -10,10 +10,10 @@
 #include "grpcpp/create_channel.h"
 #include "grpcpp/support/client_interceptor.h"
 
-#include "coordinator/cli/read_text.h"
 #include "coordinator/policy/limits.h"
 #include "kernels/base/status_macros.h"
 #include "proto/security/tls.h"
+#include "proto/text_file.h"
 
 namespace kvasir::coordinator {
 
@@ -61,7 +61,8 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(const std::string& server
   arguments.SetMaxSendMessageSize(kMaxMessageBytes);
   std::vector<std::unique_ptr<experimental::ClientInterceptorFactoryInterface>> interceptors;
   if (!api_key_file.empty()) {
-    KVASIR_ASSIGN_OR_RETURN(const std::string text, ReadFile("--api-key-file", api_key_file));
+    KVASIR_ASSIGN_OR_RETURN(const std::string text,
+                            proto::ReadTextFile("--api-key-file", api_key_file));
     const absl::string_view key = absl::StripAsciiWhitespace(text);
     if (key.empty()) {
       return absl::InvalidArgumentError(

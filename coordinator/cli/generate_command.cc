@@ -12,13 +12,14 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 
+#include "coordinator/cli/check_text.h"
 #include "coordinator/cli/connect.h"
 #include "coordinator/cli/progress_bar.h"
-#include "coordinator/cli/read_text.h"
 #include "kernels/base/status_macros.h"
 #include "proto/finish_numbers.h"
 #include "proto/grpc_status.h"
 #include "proto/kvasir/v1/generation.grpc.pb.h"
+#include "proto/text_file.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -30,7 +31,7 @@ absl::StatusOr<std::string> ReadPrompt(const v1::GenerateCommandConfig& config) 
         "give the prompt by one of --prompt and --prompt-file ('-': stdin)");
   }
   if (!config.prompt().empty()) return config.prompt();
-  return path == "-" ? ReadStandardInput() : ReadFile("--prompt-file", path);
+  return path == "-" ? proto::ReadStandardInput() : proto::ReadTextFile("--prompt-file", path);
 }
 
 // Parses "5,17".

@@ -1,8 +1,5 @@
 #include "coordinator/policy/policy_file.h"
 
-#include <fstream>
-#include <sstream>
-
 #include "absl/status/status.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -11,6 +8,7 @@
 #include "yaml-cpp/yaml.h"
 
 #include "kernels/base/status_macros.h"
+#include "proto/text_file.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -86,11 +84,8 @@ absl::StatusOr<std::vector<v1::SparsityPolicy>> ParsePolicies(const std::string&
 }
 
 absl::StatusOr<std::vector<v1::SparsityPolicy>> LoadPolicyFile(const std::string& path) {
-  std::ifstream file(path);
-  if (!file) return absl::NotFoundError(absl::StrCat("cannot read --policies ", path));
-  std::ostringstream text;
-  text << file.rdbuf();
-  absl::StatusOr<std::vector<v1::SparsityPolicy>> policies = ParsePolicies(text.str());
+  KVASIR_ASSIGN_OR_RETURN(const std::string text, proto::ReadTextFile("--policies", path));
+  absl::StatusOr<std::vector<v1::SparsityPolicy>> policies = ParsePolicies(text);
   if (policies.ok()) return policies;
   return absl::InvalidArgumentError(absl::StrCat(path, ": ", policies.status().message()));
 }

@@ -12,7 +12,7 @@ namespace {
 
 constexpr char kRequestIdHeader[] = "x-request-id";
 
-absl::string_view Header(const grpc::CallbackServerContext& context, const char* name) {
+absl::string_view Header(const grpc::ServerContextBase& context, const char* name) {
   const auto found = context.client_metadata().find(name);
   if (found == context.client_metadata().end()) return {};
   return {found->second.data(), found->second.size()};
@@ -20,12 +20,12 @@ absl::string_view Header(const grpc::CallbackServerContext& context, const char*
 
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<const Caller>> CallerOf(const grpc::CallbackServerContext& context,
+absl::StatusOr<std::shared_ptr<const Caller>> CallerOf(const grpc::ServerContextBase& context,
                                                        GenerationApi& api) {
   return api.Authenticate(Header(context, "authorization"));
 }
 
-RequestOrigin OriginOfCall(grpc::CallbackServerContext& context, const v1::GenerateRequest& request,
+RequestOrigin OriginOfCall(grpc::ServerContextBase& context, const v1::GenerateRequest& request,
                            std::shared_ptr<const Caller> caller, GenerationApi& api) {
   RequestOrigin origin = OriginOf(
       request,

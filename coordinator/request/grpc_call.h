@@ -17,12 +17,12 @@
 namespace kvasir::coordinator {
 
 // Returns whose key the call has; null on a server without keys. UNAUTHENTICATED.
-absl::StatusOr<std::shared_ptr<const Caller>> CallerOf(const grpc::CallbackServerContext& context,
+absl::StatusOr<std::shared_ptr<const Caller>> CallerOf(const grpc::ServerContextBase& context,
                                                        GenerationApi& api);
 
 // `caller` is null on a server without keys, and for a call that is about to be refused. Also puts
 // the request's id into the initial metadata of the answer, `x-request-id`.
-RequestOrigin OriginOfCall(grpc::CallbackServerContext& context, const v1::GenerateRequest& request,
+RequestOrigin OriginOfCall(grpc::ServerContextBase& context, const v1::GenerateRequest& request,
                            std::shared_ptr<const Caller> caller, GenerationApi& api);
 
 // A unary call. It ends once, by End; one that is refused leaves a line in the log.

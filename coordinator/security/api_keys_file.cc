@@ -13,6 +13,7 @@
 
 #include "kernels/base/status_macros.h"
 #include "openssl/sha.h"
+#include "proto/text_file.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -113,8 +114,9 @@ absl::StatusOr<std::vector<ApiKeyEntry>> ReadApiKeys(const std::string& path) {
   struct stat found = {};
   if (stat(path.c_str(), &found) != 0) return bad("it cannot be read");
   if ((found.st_mode & (S_IWGRP | S_IWOTH)) != 0) return bad("others may write it; chmod go-w it");
+  KVASIR_ASSIGN_OR_RETURN(const std::string text, proto::ReadTextFile("--api-keys-file", path));
   try {
-    absl::StatusOr<std::vector<ApiKeyEntry>> keys = ReadList(YAML::LoadFile(path));
+    absl::StatusOr<std::vector<ApiKeyEntry>> keys = ReadList(YAML::Load(text));
     return keys.ok() ? std::move(keys) : bad(keys.status().message());
   } catch (const YAML::Exception& error) {
     return bad(error.what());

@@ -138,6 +138,9 @@ class LogsImpl final : public Logs {
     if (has_members) spdlog::register_logger(MakeLogger(kMembersLogger, level, sink));
   }
   ~LogsImpl() override {
+    // They outlive the thread that writes by them.
+    const std::shared_ptr<spdlog::logger> lines = spdlog::default_logger();
+    const std::shared_ptr<spdlog::logger> members = spdlog::get(kMembersLogger);
     spdlog::drop(kMembersLogger);
     spdlog::set_default_logger(before_);
     spdlog::details::registry::instance().set_tp(nullptr);  // after what waits is written

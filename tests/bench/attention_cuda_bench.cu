@@ -1,10 +1,11 @@
 // Speed of attention on the GPU: decode and a prefill chunk of 512 queries, dense, over lists, and
-// over lists that a method selects in the same call. One sequence of the 8B shape (32 query and 8
-// KV heads of 128). Random KV and digests, up to four sets in turn; medians of replays of a CUDA
-// graph. "batch of N" is decode of N sequences of that many tokens each. "append" writes a chunk's
-// keys and values and rotates its queries (append_heads.h); its bytes are those read and written. A
-// method "by interval" is launched in every step and selects in some of them, as in the engine; its
-// time is the mean over a refresh cycle.
+// over lists that a method selects in the same call; dense, also a prompt's chunk of 8,192 queries.
+// One sequence of the 8B shape (32 query and 8 KV heads of 128). Random KV and digests, up to four
+// sets in turn; medians of replays of a CUDA graph. "dense batch of N" is decode of N sequences of
+// that many tokens each. "append" writes a chunk's keys and values and rotates its queries
+// (append_heads.h); its bytes are those read and written. A method "by interval" is launched in
+// every step and selects in some of them, as in the engine; its time is the mean over a refresh
+// cycle. peer_attention.py puts the dense rows beside those of others.
 //
 //   attention_cuda_bench [--rows=TEXT] [--budget=TOKENS] [--kv-cache-dtype=DTYPE] [TOKENS ...]
 //                                                      default: 4096 32768 131072 1048576
@@ -35,6 +36,9 @@ namespace {
 constexpr int64_t kMaxSets = 4;
 constexpr GroupedPositions kGrouped = {.group_size = 8, .window = 1024};
 constexpr int64_t kSetBytes = int64_t{20} << 30;  // of all sets
+constexpr int64_t kPromptQueries = 8192;
+constexpr int64_t kMostPromptTokens = 131072;
+constexpr int64_t kMostBatchTokens = int64_t{2} << 20;
 
 void Attend(Set& set, cudaStream_t stream) {
   if (set.params.q.dim(0) == std::ssize(set.params.tiles)) {  // tiles of one query
@@ -109,9 +113,10 @@ void Report(const char* name, Call call, int64_t tokens, int64_t num_queries,
   std::fflush(stdout);
 }
 
-// Measures decode of `streams` sequences of `tokens` tokens each.
+// Measures decode of `streams` sequences of `tokens` tokens each, unless they are too many.
 void BenchBatch(int64_t streams, int64_t tokens) {
-  constexpr const char* kName = "batch";
+  if (streams * tokens > kMostBatchTokens) return;
+  constexpr const char* kName = "dense batch";
   if (std::string_view(kName).find(wanted_rows) == std::string_view::npos) return;
   std::vector<Set> sets;
   const int64_t all_bytes = streams * tokens * kKvHeads * kv_layout.token_bytes();
@@ -187,6 +192,9 @@ std::vector<SelectionEntry> ListOfRuns(int64_t tokens, int64_t run_tokens, int64
   return list;
 }
 
+// Returns how many tokens each of the last queries of a context sees, on average.
+int64_t SeenTokens(int64_t tokens, int64_t num_queries) { return tokens - (num_queries - 1) / 2; }
+
 void Bench(int64_t tokens) {
   // The budget in whole pages, sink and window.
   const SelectionHeader header = {
@@ -198,8 +206,11 @@ void Bench(int64_t tokens) {
   const std::vector<SelectionEntry> list = ListOfRuns(tokens, kPageTokens);
   const int64_t attended = selection_numbers.sink_tokens + selection_numbers.budget_tokens +
                            selection_numbers.window_tokens;
+  if (kPromptQueries <= tokens && tokens <= kMostPromptTokens) {
+    Report("dense", Attend, tokens, kPromptQueries, {}, {}, SeenTokens(tokens, kPromptQueries));
+  }
   for (const int64_t num_queries : {1, 512}) {
-    Report("dense", Attend, tokens, num_queries, {}, {}, tokens);
+    Report("dense", Attend, tokens, num_queries, {}, {}, SeenTokens(tokens, num_queries));
     Report("dense, compact positions", Attend, tokens, num_queries, {}, {}, tokens, 1,
            Keys::kCompact);
     Report("dense, grouped positions", Attend, tokens, num_queries, {}, {}, tokens, 1,
@@ -270,8 +281,8 @@ int main(int argc, char** argv) {
       "| attention | queries | tokens | attended | us | TB/s | TFLOP/s |\n"
       "|---|---|---|---|---|---|---|\n");
   for (const int64_t tokens : lengths) kvasir::kernels::Bench(tokens);
-  for (const int64_t tokens : {256, 1024, 8192}) {
-    for (const int64_t streams : {1, 8, 64}) kvasir::kernels::BenchBatch(streams, tokens);
+  for (const int64_t tokens : lengths) {
+    for (const int64_t streams : {8, 16, 32, 64}) kvasir::kernels::BenchBatch(streams, tokens);
   }
   for (const int64_t tokens : {512, 8192}) kvasir::kernels::BenchAppend(tokens);
 }

@@ -63,6 +63,12 @@ TEST(PolicyFileTest, AnythingElseIsRefusedWithItsPlace) {
   }
 }
 
+TEST(PolicyFileTest, AFolderIsNoFile) {
+  const absl::Status status = LoadPolicyFile(::testing::TempDir()).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("Is a directory"));
+}
+
 TEST(PolicyFileTest, AMissingFileIsNamed) {
   const absl::Status status = LoadPolicyFile("/nonexistent/policies.yaml").status();
   EXPECT_EQ(status.code(), absl::StatusCode::kNotFound);

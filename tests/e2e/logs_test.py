@@ -219,6 +219,10 @@ class Refusals(unittest.TestCase):
         yield "UNIMPLEMENTED", engine.Generate, vllm.GenerateRequest(sampling_params=vllm.SamplingParams(n=2))
         for method in ("kvasir.v1.Generation/Embed", "vllm.grpc.engine.VllmEngine/GetLoads", "nobody.Nothing/None"):
             yield "UNIMPLEMENTED", self.service.channel.unary_unary("/" + method), b""
+        for call, method in ((self.service.channel.unary_unary, "kvasir.v1.Generation/Tokenize"),
+                             (self.service.channel.unary_stream, "kvasir.v1.Generation/Generate"),
+                             (self.service.channel.unary_unary, "vllm.grpc.engine.VllmEngine/Abort")):
+            yield "INVALID_ARGUMENT", call("/" + method), SECRET.encode() + b"\xff"
 
     def refuse(self, call, request, bearer):
         """Returns the error, whose call must not be answered."""

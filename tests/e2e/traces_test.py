@@ -3,12 +3,14 @@ that OpenTelemetry publishes (opentelemetry-proto of PyPI), in a server of this 
 
 import concurrent.futures
 import json
+import os
 import pathlib
 import sys
 import tempfile
 import threading
 import time
 import unittest
+import unittest.mock
 import urllib.request
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
@@ -227,6 +229,16 @@ class OtherServers(unittest.TestCase):
                             collector.await_request("encrypted")
                             collector.requests.clear()
                     self.assertEqual(collector.requests, [])
+
+    def test_the_variables_of_opentelemetry_serve(self):
+        with Collector() as collector:
+            variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint, "OTEL_SERVICE_NAME": "by-variable"}
+            with unittest.mock.patch.dict(os.environ, variables), Service() as service:
+                service.generate([5], max_tokens=1, request_id="told")
+                collector.await_request("told")
+            names = {attributes(spans.resource)["service.name"]
+                     for request in collector.requests for spans in request.resource_spans}
+            self.assertEqual(names, {"by-variable"})
 
     def test_a_collector_that_is_away_costs_no_request(self):
         with Service(flags=["--otlp-endpoint=http://127.0.0.1:1"]) as service:

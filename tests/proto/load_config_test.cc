@@ -81,6 +81,21 @@ TEST_F(LoadConfigTest, FlagBeatsEnvironmentBeatsFileBeatsDefault) {
   EXPECT_EQ(loaded->origins.at("host"), "default");
 }
 
+TEST_F(LoadConfigTest, VariablesOfOtherProgramsServeWhereOursAreNotSet) {
+  environment_ = {{"OTEL_SERVICE_NAME", "all"}, {"OTEL_EXPORTER_OTLP_ENDPOINT", "http://all:1"}};
+  ASSERT_TRUE(Load({"--model=m"}).ok());
+  EXPECT_EQ(config_.otlp().otlp_service_name(), "all");
+  EXPECT_EQ(config_.otlp().otlp_endpoint(), "http://all:1");
+  environment_["KVASIR_OTLP_ENDPOINT"] = "http://ours:1";
+  ASSERT_TRUE(Load({"--model=m", "--otlp-service-name=flag"}).ok());
+  EXPECT_EQ(config_.otlp().otlp_service_name(), "flag");
+  EXPECT_EQ(config_.otlp().otlp_endpoint(), "http://ours:1");
+  environment_ = {{"OTEL_SERVICE_NAME", ""}, {"OTEL_EXPORTER_OTLP_ENDPOINT", ""}};
+  ASSERT_TRUE(Load({"--model=m"}).ok());
+  EXPECT_EQ(config_.otlp().otlp_service_name(), "kvasir");
+  EXPECT_EQ(config_.otlp().otlp_endpoint(), "");
+}
+
 TEST_F(LoadConfigTest, AliasesUnderscoresAndSwitches) {
   ASSERT_TRUE(Load({"--model-path", "m", "--tp_size", "2", "--no-enable-prefix-caching"}).ok());
   EXPECT_EQ(config_.model().model(), "m");

@@ -92,6 +92,10 @@ class FakeApi final : public GenerationApi {
 
 class AnswerTest : public ::testing::Test {
  protected:
+  // As a connection does at its end. The answer keeps its exchange, which keeps the answer's
+  // stream.
+  ~AnswerTest() override { exchange_->stream = nullptr; }
+
   void Start(AnswerOptions options) {
     v1::GenerateRequest request;
     request.set_text("prompt");

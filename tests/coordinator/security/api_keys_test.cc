@@ -105,6 +105,15 @@ TEST_F(ApiKeysTest, AFileThatIsWrongIsRefusedWithItsPlace) {
   EXPECT_THAT(ApiKeys::Load(path_).status().message(), HasSubstr("cannot be read"));
 }
 
+// Bug: it aborted.
+TEST_F(ApiKeysTest, AFolderIsNoFile) {
+  ASSERT_EQ(mkdir(path_.c_str(), 0700), 0);
+  const absl::Status status = ApiKeys::Load(path_).status();
+  rmdir(path_.c_str());
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+  EXPECT_THAT(status.message(), HasSubstr("Is a directory"));
+}
+
 TEST_F(ApiKeysTest, AChangedFileIsInForceAndABadOneIsNot) {
   const auto keys = Load(Entry("a", "old"));
   const auto known = [&](const char* key) {
