@@ -63,7 +63,7 @@ absl::Status PeerNodeImpl::InitContext(const PeerNodeOptions& options,
                                                           {"RNDV_THRESH", kFetchedFrom},
                                                           {"KEEPALIVE_INTERVAL", kKeepAlive},
                                                           // A process that was killed comes back.
-                                                          {"TCP_CM_REUSEADDR", "y"}};
+                                                          {"CM_REUSEADDR", "y"}};
   ucs_status_t status = UCS_OK;
   for (const auto& [name, value] : settings) {
     if (status == UCS_OK) status = ucp_config_modify(config, name, value.c_str());

@@ -19,7 +19,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from support.chat_model import link_chat_model  # noqa: E402
 from support.http_client import (ask, open_connection, parse_events, raw_connection, read_events, read_to_end,  # noqa: E402
                                  receive, send)
-from support.service import ROOT, Service  # noqa: E402
+from support.service import ROOT, SLOWER, Service  # noqa: E402
 
 from documents import make_document  # noqa: E402
 
@@ -285,7 +285,7 @@ class Http(unittest.TestCase):
 
 
 class ManyStreams(unittest.TestCase):
-    STREAMS = 2000
+    STREAMS = 2000 // SLOWER
 
     async def read_one(self, service, begun, all_begun):
         host, port = service.http_address.rsplit(":", 1)

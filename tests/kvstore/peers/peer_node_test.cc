@@ -211,6 +211,25 @@ INSTANTIATE_TEST_SUITE_P(Transports, PeerNodeTest, testing::Values("sm,tcp", "tc
                            return std::string(transports.index == 0 ? "sm" : "tcp");
                          });
 
+// Bug: an owner that was killed could not listen for a minute, until its connections were
+// forgotten.
+TEST(PeerNodeAddressTest, ANodeListensWhereOneBeforeItDid) {
+  Collector listening, opening;
+  auto first = PeerNode::Create({.transports = "tcp"}, listening);
+  auto other = PeerNode::Create({.transports = "tcp"}, opening);
+  ASSERT_TRUE(first.ok() && other.ok());
+  const std::string address = (*first)->address();
+  PeerNode& opener = **other;
+  opener.Post([&] {
+    opener.Send(opener.Open(address).value(), BytesOf(Answered{.seed = 1}), {}, nullptr);
+  });
+  ASSERT_TRUE(listening.AwaitArrivals(1));
+  first->reset();
+  const int port = std::stoi(address.substr(address.rfind(':') + 1));
+  const auto again = PeerNode::Create({.port = port, .transports = "tcp"}, listening);
+  EXPECT_TRUE(again.ok()) << again.status();
+}
+
 TEST(PeerNodeAddressTest, HostsOfOtherMachinesAndUnknownTransportsAreRefused) {
   Collector collector;
   EXPECT_TRUE(absl::IsInvalidArgument(PeerNode::Create({.host = "192.0.2.1"}, collector).status()));
