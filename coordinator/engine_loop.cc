@@ -226,7 +226,7 @@ void EngineLoop::OnLoss(const absl::Status& why, int64_t preempted) {
   std::vector<Event> ended = survivors_.CountLoss(why, clock_.Now());
   spdlog::warn(
       "lost the worker group, forming it again: {}; {} sequences preempted, {} requests wait for "
-      "it, {} ended after {} losses without a token",
+      "it, {} ended after {} losses in which they got no further",
       std::string(why.message()), preempted, survivors_.stats().waiting, ended.size(),
       Survivors::kMostLosses);
   Dispatch(std::move(ended));

@@ -51,12 +51,16 @@ KvStoreImpl::KvStoreImpl(const KvStoreOptions& options, Parts parts)
       num_slots_(options.num_slots),
       max_blocks_per_slot_(options.max_blocks_per_slot),
       spare_extents_(parts.spare_extents),
+      own_memory_(std::move(parts.own_memory)),
+      memory_(parts.memory),
       pages_(std::move(parts.pages)),
       host_(pages_->host()),
+      adopted_(format_, memory_, host_),
       extent_blocks_(static_cast<size_t>(host_.num_extents())),
       below_(std::move(parts.below)),
       slots_(static_cast<size_t>(options.num_slots)) {
   if (below_ != nullptr) next_generation_ = below_->first_generation();
+  next_generation_ = std::max(next_generation_, adopted_.next_generation());
 }
 
 // ---- blocks
@@ -86,9 +90,11 @@ absl::StatusOr<int64_t> KvStoreImpl::TakeHostExtent(BlockId id) {
         absl::StrCat("block ", id.value, ": need 1 block in the host tier, 0 of ", host_blocks(),
                      " free; drop blocks or raise kv_host_size_gb"));
   }
-  if (host_.num_free() == 0) CancelOneUnusedWrite();
+  if (host_.num_free() == 0) MakeRoom();
   const int64_t extent = host_.Take();
-  if (const absl::Status there = pages_->AwaitExtent(extent); !there.ok()) {
+  absl::Status there = pages_->AwaitExtent(extent);
+  if (there.ok()) there = memory_.Reserve(extent);
+  if (!there.ok()) {
     host_.Free(extent);
     return there;
   }
@@ -103,8 +109,9 @@ absl::StatusOr<Block> KvStoreImpl::Get(BlockId id) {
   return Block(id, *this);
 }
 
-absl::Status KvStoreImpl::Seal(BlockId id, const PrefixHash& hash) {
-  KVASIR_CHECK(!in_step_);
+absl::Status KvStoreImpl::Seal(BlockId id, const PrefixHash& hash,
+                               absl::Span<const int32_t> tokens) {
+  KVASIR_CHECK(!in_step_ && tokens.size() == static_cast<size_t>(kBlockTokens));
   const auto it = blocks_.find(id);
   if (it == blocks_.end()) {
     return absl::NotFoundError(absl::StrCat("block ", id.value, " to be sealed is not open"));
@@ -119,6 +126,11 @@ absl::Status KvStoreImpl::Seal(BlockId id, const PrefixHash& hash) {
   block.generation = generation;
   block.sealed = true;
   block.kept = true;
+  DueHeader due = {.id = id, .block = {.hash = hash, .generation = generation, .tokens = {}}};
+  std::copy(tokens.begin(), tokens.end(), due.block.tokens.begin());
+  due_headers_.push_back(std::move(due));
+  if (pages_->SealsAtOnce()) WriteDueHeaders();
+  if (adopted_.Drop(hash)) ReportIfForgotten(hash);  // it was computed again
   return absl::OkStatus();
 }
 
@@ -134,8 +146,7 @@ bool KvStoreImpl::Holds(BlockId id) const {
   const auto it = blocks_.find(id);
   if (it == blocks_.end()) return false;
   const BlockState& block = it->second;
-  return !block.corrupt && !block.unused && block.transfer != Transfer::kReadQueued &&
-         block.transfer != Transfer::kReading;
+  return !block.corrupt && !block.unused && !IsRead(block.transfer);
 }
 
 BlockResidency KvStoreImpl::Where(BlockId id) const {
@@ -168,10 +179,15 @@ void KvStoreImpl::FreeIfUnused(BlockId id) {
   }
   num_unused_ -= block.unused ? 1 : 0;
   const int64_t extent = block.extent;
+  const bool goes_back = block.adopted && !block.corrupt;
   pages_->Free(extent);
-  host_.Free(extent);
   extent_blocks_[static_cast<size_t>(extent)] = BlockId();
   blocks_.erase(it);
+  if (!goes_back) {
+    host_.Free(extent);
+  } else if (const std::optional<BlockIdentity> back = adopted_.TakeBack(extent)) {
+    changed_[back->hash] = back->tokens;
+  }
 }
 
 // ---- slots
@@ -181,6 +197,7 @@ void KvStoreImpl::Bind(int64_t slot, int64_t index, Block block) {
   KVASIR_CHECK(slot >= 0 && slot < num_slots_ && index >= 0 && index < max_blocks_per_slot_);
   BlockState& state = blocks_.at(block.id());
   state.restored = false;
+  if (std::exchange(state.adopted, false)) adopted_.CountUse();
   std::vector<Block>& bound = slots_[static_cast<size_t>(slot)];
   if (static_cast<int64_t>(bound.size()) <= index) bound.resize(static_cast<size_t>(index) + 1);
   pages_->Bind(slot, index, state.extent);
@@ -243,6 +260,7 @@ KvStoreStats KvStoreImpl::stats() const {
   stats.device_pages_total = pages_->device_pages();
   stats.host_blocks_total = host_blocks();
   stats.host_blocks_used = static_cast<int64_t>(blocks_.size()) - num_unused_;
+  stats.adoption = adopted_.stats();
   stats.queued_writes = static_cast<int64_t>(queued_writes_.size() + writes_.size());
   if (below_ != nullptr) stats.tier = below_->stats();
   return stats;
@@ -272,18 +290,28 @@ absl::StatusOr<std::unique_ptr<KvStore>> KvStore::Create(const KvStoreOptions& o
                      (2 + spare_extents) * block_bytes, " bytes; it was given ", options.host_bytes,
                      "; raise kv_host_size_gb"));
   }
+  std::unique_ptr<HostMemory> own_memory;
+  if (options.memory == nullptr) {
+    KVASIR_ASSIGN_OR_RETURN(own_memory, HostMemory::Open(""));
+  }
+  HostMemory& memory = options.memory != nullptr ? *options.memory : *own_memory;
+  KVASIR_RETURN_IF_ERROR(memory.Fit(format, options.owner, num_extents));
   KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<PageResidency> pages,
                           make_pages({.format = format,
+                                      .memory = memory,
                                       .num_extents = num_extents,
                                       .device_pages = options.device_bytes / layout.page_bytes(),
                                       .num_slots = options.num_slots,
                                       .max_blocks_per_slot = options.max_blocks_per_slot,
                                       .key_codes = options.key_codes,
                                       .freed_memory = options.freed_memory}));
-  return std::make_unique<KvStoreImpl>(options, KvStoreImpl::Parts{.format = format,
-                                                                   .pages = std::move(pages),
-                                                                   .below = std::move(below),
-                                                                   .spare_extents = spare_extents});
+  return std::make_unique<KvStoreImpl>(options,
+                                       KvStoreImpl::Parts{.format = format,
+                                                          .own_memory = std::move(own_memory),
+                                                          .memory = memory,
+                                                          .pages = std::move(pages),
+                                                          .below = std::move(below),
+                                                          .spare_extents = spare_extents});
 }
 
 }  // namespace kvasir::kvstore

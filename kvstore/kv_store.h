@@ -9,7 +9,9 @@
 // immutable, host tier holds all of it, the device tier caches single pages -> Drop (no longer
 // kept) and last handle gone -> freed. A block that was never sealed is freed with its last handle.
 // A sealed block may be stored in the tier below (Persist), by its prefix hash. There it outlives
-// ids, Drop and the process; Restore makes it a sealed, kept block again.
+// ids, Drop and the process; Restore makes it a sealed, kept block again. Sealed blocks that an
+// earlier store left in the host memory are adopted: they are stored, too, until their room is
+// needed, and Restore finds them first.
 //
 // Residency changes only at step boundaries: tables are constant between BeginStep and EndStep, and
 // only const functions may be called between them; handles may be destroyed. A page read in place
@@ -25,6 +27,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -32,10 +35,12 @@
 #include "absl/types/span.h"
 
 #include "kernels/paged/paged_kv.h"
+#include "kvstore/adopted_blocks.h"
 #include "kvstore/format/block.h"
 #include "kvstore/format/page_format.h"
 #include "kvstore/tiers/arena_residency.h"
 #include "kvstore/tiers/freed_memory.h"
+#include "kvstore/tiers/host_memory.h"
 #include "kvstore/tiers/page_residency.h"
 #include "kvstore/tiers/tier.h"
 
@@ -54,6 +59,10 @@ struct KvStoreOptions {
   bool key_codes = false;
   // kPoisoned in tests: stale reads show as NaN.
   FreedMemory freed_memory = FreedMemory::kAsIs;
+  // Memory of the host tier, whose sealed blocks the store adopts. It outlives the store. Null: the
+  // store makes its own.
+  HostMemory* memory = nullptr;
+  std::string owner = {};  // rank and degree: "rank 0 of 2". Others' blocks are not adopted
 };
 
 // With a tier below, one extent of the host tier in this many is set aside for blocks that are
@@ -100,6 +109,7 @@ struct KvStoreStats : ResidencyStats {
   int64_t restored_blocks = 0;
   int64_t failed_restores = 0;
   TierStats tier;
+  AdoptionStats adoption;
 };
 
 class KvStore {
@@ -120,9 +130,11 @@ class KvStore {
   virtual absl::StatusOr<Block> Open(BlockId id) = 0;
   // Returns another handle to a block that is kept or held; NOT_FOUND otherwise.
   virtual absl::StatusOr<Block> Get(BlockId id) = 0;
-  // Copies a full block to the host tier, with checksums. It is kept from then on, with or without
-  // handles. NOT_FOUND for an unknown block, FAILED_PRECONDITION when it is sealed already.
-  virtual absl::Status Seal(BlockId id, const PrefixHash& hash) = 0;
+  // Copies a full block to the host tier, with checksums and its kBlockTokens tokens, by which a
+  // later store adopts it. It is kept from then on, with or without handles. NOT_FOUND for an
+  // unknown block, FAILED_PRECONDITION when it is sealed already.
+  virtual absl::Status Seal(BlockId id, const PrefixHash& hash,
+                            absl::Span<const int32_t> tokens) = 0;
   // Stops keeping the block. Unknown ids are ignored: the coordinator may drop blocks that a rank
   // lost.
   virtual void Drop(BlockId id) = 0;
@@ -151,7 +163,7 @@ class KvStore {
   // and before the step's results leave: rows of these slots fail with the block's status.
   virtual std::vector<CorruptBlock> TakeCorrupt() = 0;
 
-  // --- the tier below, at plan boundaries; without one nothing is ever stored ---
+  // --- the tier below and adopted blocks, at plan boundaries ---
 
   // Queues the block to be written there after the steps. REQUIRES: `tokens` are the block's
   // kBlockTokens tokens. Does nothing when the block is stored already, unknown or not sealed. The

@@ -25,7 +25,7 @@ absl::Status KvStoreImpl::CheckBlocks() const {
     reading += block.transfer == Transfer::kReading ? 1 : 0;
     writing += block.transfer == Transfer::kWriting ? 1 : 0;
   }
-  const int64_t host_used = host_.num_extents() - host_.num_free();
+  const int64_t host_used = host_.num_extents() - host_.num_free() - adopted_.size();
   if (pinned != pages_->pinned_pages() || host_used != static_cast<int64_t>(blocks_.size())) {
     return absl::InternalError(absl::StrCat("kv store: ", blocks_.size(), " blocks, ", host_used,
                                             " host extents used; open blocks have ", pinned,

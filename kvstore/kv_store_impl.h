@@ -1,5 +1,6 @@
 // The implementation of kv_store.h, for its own files only: kv_store.cc (blocks, slots, steps),
-// kv_store_tier.cc (the tier below), kv_store_check.cc (checks of the bookkeeping). A PageResidency
+// kv_store_tier.cc (the tier below), kv_store_adoption.cc (memory that outlives the store),
+// kv_store_check.cc (checks of the bookkeeping). A PageResidency
 // knows where pages lie (tiers/page_residency.h).
 #pragma once
 
@@ -29,6 +30,8 @@ class KvStoreImpl : public KvStore, private BlockOwner {
  public:
   struct Parts {
     ExtentFormat format;
+    std::unique_ptr<HostMemory> own_memory;  // null: it is lent
+    HostMemory& memory;
     std::unique_ptr<PageResidency> pages;
     std::unique_ptr<Tier> below;
     int64_t spare_extents = 0;  // of the host tier, for transfers
@@ -44,7 +47,7 @@ class KvStoreImpl : public KvStore, private BlockOwner {
 
   absl::StatusOr<Block> Open(BlockId id) override;
   absl::StatusOr<Block> Get(BlockId id) override;
-  absl::Status Seal(BlockId id, const PrefixHash& hash) override;
+  absl::Status Seal(BlockId id, const PrefixHash& hash, absl::Span<const int32_t> tokens) override;
   void Drop(BlockId id) override;
   bool Holds(BlockId id) const override;
   BlockResidency Where(BlockId id) const override;
@@ -67,14 +70,22 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   absl::Status CheckIntegrity() const override;
 
  private:
-  enum class Transfer : uint8_t { kNone, kWriteQueued, kReadQueued, kWriting, kReading };
+  enum class Transfer : uint8_t {
+    kNone,
+    kWriteQueued,
+    kReadQueued,
+    kWriting,
+    kReading,
+    kVerifying
+  };
   struct BlockState {
     int64_t extent = 0;  // in the host tier, and in the tables of the residency
     int64_t handles = 0;
     bool sealed = false;
     bool kept = false;
     bool corrupt = false;
-    bool restored = false;  // and not bound since
+    bool restored = false;  // from the tier below, and not bound since
+    bool adopted = false;   // verified, and not bound since
     // The block is not kept and has no handles: only a transfer holds its extent.
     bool unused = false;
     Transfer transfer = Transfer::kNone;
@@ -85,9 +96,12 @@ class KvStoreImpl : public KvStore, private BlockOwner {
     BlockId id;
     BlockIdentity block;
   };
+  // A sealed block whose extent gets its header when it is whole.
+  using DueHeader = QueuedWrite;
 
   static bool IsRead(Transfer transfer) {
-    return transfer == Transfer::kReadQueued || transfer == Transfer::kReading;
+    return transfer == Transfer::kReadQueued || transfer == Transfer::kReading ||
+           transfer == Transfer::kVerifying;
   }
 
   void Release(BlockId id) override;
@@ -98,7 +112,15 @@ class KvStoreImpl : public KvStore, private BlockOwner {
 
   void Quarantine(CorruptExtent corrupt);
 
+  absl::Status RestoreAdopted(BlockId id, const PrefixHash& hash);
+  // Frees an extent of the host tier, of which none is free.
+  void MakeRoom();
   void CancelOneUnusedWrite();
+  // Whether the block is neither in the tier below nor adopted any more: then that is reported.
+  void ReportIfForgotten(const PrefixHash& hash);
+  void WriteDueHeaders();
+  void TakeVerified();
+  void OnVerified(const AdoptedBlocks::Verified& verified);
   void CollectCompletions();
   void OnWritten(const QueuedWrite& write, const absl::Status& status);
   void OnRead(BlockId id, const TierCompletion& completion);
@@ -116,8 +138,12 @@ class KvStoreImpl : public KvStore, private BlockOwner {
 
   const int64_t spare_extents_;
 
+  const std::unique_ptr<HostMemory> own_memory_;
+  HostMemory& memory_;
   const std::unique_ptr<PageResidency> pages_;
   HostSlab& host_;  // of pages_
+  AdoptedBlocks adopted_;
+  std::deque<DueHeader> due_headers_;  // in the order of sealing
   absl::flat_hash_map<BlockId, BlockState> blocks_;
   int64_t num_unused_ = 0;
   std::vector<BlockId> extent_blocks_;  // [extent], no id while the extent is free

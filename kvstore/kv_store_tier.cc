@@ -37,6 +37,7 @@ absl::Status KvStoreImpl::Restore(BlockId id, const PrefixHash& hash) {
   if (blocks_.contains(id)) {
     return absl::AlreadyExistsError(absl::StrCat("block ", id.value, " is open or kept already"));
   }
+  if (adopted_.Holds(hash)) return RestoreAdopted(id, hash);
   if (below_ == nullptr || !below_->Holds(hash)) {
     return absl::NotFoundError(absl::StrCat("block ", id.value, " is not stored"));
   }
@@ -52,13 +53,16 @@ absl::Status KvStoreImpl::Restore(BlockId id, const PrefixHash& hash) {
 
 void KvStoreImpl::PollTier() {
   KVASIR_CHECK(!in_step_);
+  WriteDueHeaders();
+  TakeVerified();
   if (below_ == nullptr) return;
   CollectCompletions();
   StartTransfers();
 }
 
 bool KvStoreImpl::TierIsBusy() const {
-  return !queued_writes_.empty() || !queued_reads_.empty() || !writes_.empty() || !reads_.empty();
+  return !queued_writes_.empty() || !queued_reads_.empty() || !writes_.empty() || !reads_.empty() ||
+         !due_headers_.empty() || adopted_.num_verifying() > 0;
 }
 
 void KvStoreImpl::CollectCompletions() {
@@ -72,7 +76,7 @@ void KvStoreImpl::CollectCompletions() {
   }
   // A block that has been stored again since is reported by that write's completion.
   for (const PrefixHash& hash : events.forgotten) {
-    if (!below_->Holds(hash)) changed_[hash] = std::nullopt;
+    ReportIfForgotten(hash);
   }
 }
 
@@ -165,7 +169,12 @@ StoredChanges KvStoreImpl::TakeStoredChanges() {
 }
 
 std::vector<StoredBlock> KvStoreImpl::Inventory() const {
-  return below_ == nullptr ? std::vector<StoredBlock>() : below_->Inventory();
+  std::vector<StoredBlock> stored = adopted_.Inventory();
+  if (below_ == nullptr) return stored;
+  for (const StoredBlock& block : below_->Inventory()) {
+    if (!adopted_.Holds(block.hash)) stored.push_back(block);
+  }
+  return stored;
 }
 
 void KvStoreImpl::Flush() {

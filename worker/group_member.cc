@@ -201,6 +201,7 @@ absl::StatusOr<std::unique_ptr<Engine>> GroupMember::MakeEngine(const v1::ShardP
                                  .kv_form = model_->kv_form,
                                  .policies = {plan.policies().begin(), plan.policies().end()},
                                  .mass_sample_rate = plan.mass_sample_rate(),
+                                 .memory = options_.memory,
                                  .on_stage = [&](absl::string_view stage) { progress(stage, 0); }};
   KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<kvstore::Tier> disk,
                           OpenDisk({.config = plan.kv(),

@@ -13,6 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
+#include "kvstore/tiers/host_memory.h"
 #include "worker/backend/backend.h"
 #include "worker/coordinator_stream.h"
 #include "worker/engine/engine.h"
@@ -27,6 +28,8 @@ struct GroupMemberOptions {
   std::string collective_host = "127.0.0.1";
   std::string metrics_address;                                      // for Ready
   StartTimes process_times = StartTimes(StartTimes::Clock::now());  // so far
+  // Memory of the host tier, which outlives groups; null: each group has its own.
+  kvstore::HostMemory* memory = nullptr;
   // Called when a coordinator gives this worker its rank.
   std::function<void(int64_t rank)> on_rank = [](int64_t) {};
   // Called when this worker becomes able to carry out plans, and when it no longer is.

@@ -27,6 +27,7 @@
 #include "kernels/base/mutex.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/plans/plan_log.h"
+#include "kvstore/tiers/host_memory.h"
 #include "proto/grpc_listener.h"
 #include "proto/kvasir/v1/config.pb.h"
 #include "proto/load_config.h"
@@ -145,6 +146,16 @@ absl::StatusOr<std::unique_ptr<proto::GrpcListener>> Listen(
       absl::StrCat(listener.status().message(), "; choose another --listen"));
 }
 
+absl::StatusOr<std::unique_ptr<proto::MetricsEndpoint>> StartMetrics(
+    const v1::WorkerConfig& config, const std::shared_ptr<proto::ServerTls>& tls,
+    prometheus::Registry& registry, Readiness& readiness) {
+  return proto::MetricsEndpoint::Start({.host = config.metrics_host(),
+                                        .port = static_cast<int>(config.metrics_port()),
+                                        .registry = &registry,
+                                        .health = [&readiness] { return readiness.status(); },
+                                        .tls = tls});
+}
+
 // Logs which kernels of the GPU serve which shapes.
 void LogPlans() {
   if (!spdlog::should_log(spdlog::level::debug)) return;
@@ -172,6 +183,7 @@ absl::Status RunWorker(const v1::WorkerConfig& config, StartTimes::Clock::time_p
   umask(S_IRWXG | S_IRWXO);  // files of the disk tier hold prompts
   KVASIR_ASSIGN_OR_RETURN(std::shared_ptr<const proto::GroupSecret> secret, ReadSecret(config));
   const sigset_t end_signals = BlockEndSignals();
+  std::signal(SIGPIPE, SIG_IGN);  // writing to a rank that was killed is an error of that write
   KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<proto::Logs> logs,
                           proto::Logs::Start("worker", config.logs()));
   LogPlans();
@@ -189,17 +201,16 @@ absl::Status RunWorker(const v1::WorkerConfig& config, StartTimes::Clock::time_p
                           MakeBackend(config.device(), executor));
   times.Enter("listening");
   Readiness readiness;
-  KVASIR_ASSIGN_OR_RETURN(
-      const std::unique_ptr<proto::MetricsEndpoint> endpoint,
-      proto::MetricsEndpoint::Start({.host = config.metrics_host(),
-                                     .port = static_cast<int>(config.metrics_port()),
-                                     .registry = &registry,
-                                     .health = [&readiness] { return readiness.status(); },
-                                     .tls = tls}));
-  spdlog::info("metrics on {}:{}", config.metrics_host(), endpoint->port());
+  KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<proto::MetricsEndpoint> endpoint,
+                          StartMetrics(config, tls, registry, readiness));
+  const std::string metrics_address = absl::StrCat(config.metrics_host(), ":", endpoint->port());
+  spdlog::info("metrics on {}", metrics_address);
+  KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<kvstore::HostMemory> memory,
+                          kvstore::HostMemory::Open(config.kv_memory_file()));
   GroupMember member({.collective_host = config.collective_host(),
-                      .metrics_address = absl::StrCat(config.metrics_host(), ":", endpoint->port()),
+                      .metrics_address = metrics_address,
                       .process_times = times,
+                      .memory = memory.get(),
                       .on_rank = [&logs](int64_t rank) { logs->set_rank(rank); },
                       .on_ready = [&readiness](bool ready) { readiness.Set(ready); }},
                      *backend, metrics);
@@ -223,6 +234,7 @@ absl::Status RunWorker(const v1::WorkerConfig& config, StartTimes::Clock::time_p
     listener->Stop();
     (*server)->Shutdown(std::chrono::system_clock::now() + kShutdownGrace);
     (*server)->Wait();
+    memory->Erase();  // the prompts in it are for a successor of a worker that was killed only
   } else {
     service.Shutdown();
   }

@@ -66,6 +66,14 @@ struct WorkerMetrics::Families {
                                   "Pages that were not written to a tier, by reason.")),
         restored(AddCounter(r, "kvasir_kv_restored_pages_total",
                             "Pages asked back from the disk tier, by result.")),
+        adopted(AddCounter(r, "kvasir_blocks_adopted_total",
+                           "Sealed blocks that an earlier group left in host memory.")),
+        adopted_used(AddCounter(r, "kvasir_adopted_blocks_used_total",
+                                "Those of them that were verified and are used again.")),
+        adopted_dropped(AddCounter(r, "kvasir_adopted_blocks_dropped_total",
+                                   "Blocks in host memory that are not used again, by reason: "
+                                   "their header is torn, other bytes than were sealed, or room "
+                                   "was needed.")),
         read_only(AddGauge(r, "kvasir_kv_tier_read_only",
                            "1 while a tier takes no writes because it failed or is full.")),
         evictions(AddCounter(r, "kvasir_kv_page_evictions_total",
@@ -113,6 +121,9 @@ struct WorkerMetrics::Families {
   Family<Counter>& disk_written;
   Family<Counter>& writes_dropped;
   Family<Counter>& restored;
+  Family<Counter>& adopted;
+  Family<Counter>& adopted_used;
+  Family<Counter>& adopted_dropped;
   Family<Gauge>& read_only;
   Family<Counter>& evictions;
   Family<Counter>& checksum_failures;
@@ -197,6 +208,11 @@ struct WorkerMetrics::Series {
         to_host{&f.transfer_bytes.Add(With({{"from", "device"}, {"to", "host"}}))},
         evictions{&f.evictions.Add(With({{"tier", "device"}}))},
         checksum_failures{&f.checksum_failures.Add(With({{"tier", "host"}}))},
+        adopted{&f.adopted.Add(labels)},
+        adopted_used{&f.adopted_used.Add(labels)},
+        adopted_torn{&f.adopted_dropped.Add(With({{"reason", "torn"}}))},
+        adopted_damaged{&f.adopted_dropped.Add(With({{"reason", "checksum"}}))},
+        adopted_evicted{&f.adopted_dropped.Add(With({{"reason", "room"}}))},
         disk_used(f.tier_pages.Add(With({{"tier", "disk"}, {"state", "used"}}))),
         disk_free(f.tier_pages.Add(With({{"tier", "disk"}, {"state", "free"}}))),
         disk_dirty(f.tier_pages.Add(With({{"tier", "disk"}, {"state", "dirty"}}))),
@@ -242,6 +258,7 @@ struct WorkerMetrics::Series {
   Gauge& device_bytes;
   Gauge& host_bytes;
   Following hits, misses, to_device, to_host, evictions, checksum_failures;
+  Following adopted, adopted_used, adopted_torn, adopted_damaged, adopted_evicted;
   Gauge& disk_used;
   Gauge& disk_free;
   Gauge& disk_dirty;
@@ -309,6 +326,11 @@ void WorkerMetrics::RecordTiers(const Engine& engine) {
   s.to_host.Follow(stats.bytes_device_to_host);
   s.evictions.Follow(stats.evictions);
   s.checksum_failures.Follow(stats.checksum_failures);
+  s.adopted.Follow(stats.adoption.found);
+  s.adopted_used.Follow(stats.adoption.used);
+  s.adopted_torn.Follow(stats.adoption.torn);
+  s.adopted_damaged.Follow(stats.adoption.damaged);
+  s.adopted_evicted.Follow(stats.adoption.evicted);
   s.selection_memory.Set(static_cast<double>(engine.selection_memory_bytes()));
   RecordDisk(engine);
 }

@@ -10,6 +10,7 @@
 #include <fstream>
 #include <iterator>
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/un.h>
 #include <sys/wait.h>
@@ -35,22 +36,24 @@ namespace fs = std::filesystem;
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
+// Pauses before a worker is started again: none after a run of kStableAfter or more, then the
+// first, which doubles with every shorter run.
 constexpr milliseconds kFirstBackoff(100);
 constexpr milliseconds kLongestBackoff(10'000);
-constexpr milliseconds kStableAfter(
-    60'000);  // after a run this long the back-off starts again at its first pause
+constexpr milliseconds kStableAfter(10'000);
 constexpr milliseconds kKillGrace(5'000);  // a killed process ends late when its disk hangs
-constexpr milliseconds kPoll(50);
+constexpr milliseconds kPoll(10);
 
 struct Process {
   int64_t rank = 0;
   std::string failure_file;  // file that it writes when it ends with an error
   std::vector<std::string> argv;
   std::vector<std::string> environment;
+  int kv_memory = -1;  // of the host tier, for one process after another
   pid_t pid = -1;
   Clock::time_point started = {};
   Clock::time_point restart_at = {};
-  milliseconds backoff = kFirstBackoff;
+  milliseconds backoff{0};
 };
 
 // Returns why a process ended: its own message if it left one.
@@ -103,10 +106,19 @@ absl::StatusOr<pid_t> Spawn(const Process& process) {
     sigprocmask(SIG_SETMASK, &none, nullptr);
     // Ctrl-C goes to the server, which drains before it ends its workers.
     setpgid(0, 0);
+    fcntl(process.kv_memory, F_SETFD, 0);  // not closed by execve
     execve(argv[0], argv.data(), environment.data());
     _exit(127);
   }
   return pid;
+}
+
+// Makes memory that has no name and ends with this process and its workers.
+absl::StatusOr<int> MakeKvMemory() {
+  const int memory = memfd_create("kvasir-kv", MFD_CLOEXEC);
+  if (memory >= 0) return memory;
+  return absl::InternalError(
+      absl::StrCat("cannot make the memory of a worker's KV: ", std::strerror(errno)));
 }
 
 // Makes a private folder with a path short enough for addresses of unix sockets.
@@ -141,6 +153,7 @@ class LocalWorkerProcesses : public LocalWorkers {
     changed_.NotifyAll();
     if (watcher_.joinable()) watcher_.join();
     StopAll();
+    for (const Process& process : processes_) close(process.kv_memory);
     std::error_code ignored;
     fs::remove_all(folder_, ignored);
   }
@@ -153,6 +166,7 @@ class LocalWorkerProcesses : public LocalWorkers {
       addresses_.push_back(absl::StrCat("unix:", folder_, "/worker-", rank, ".sock"));
       const int64_t port = options.metrics_port == 0 ? 0 : options.metrics_port + rank;
       const std::string failure_file = absl::StrCat(folder_, "/worker-", rank, ".failure");
+      KVASIR_ASSIGN_OR_RETURN(const int kv_memory, MakeKvMemory());
       processes_.push_back(
           {.rank = rank,
            .failure_file = failure_file,
@@ -168,9 +182,11 @@ class LocalWorkerProcesses : public LocalWorkers {
                     absl::StrCat("--tls-key-file=", options.metrics_tls.tls_key_file()),
                     absl::StrCat("--tls-client-ca-file=", options.metrics_tls.tls_client_ca_file()),
                     absl::StrCat("--group-secret-file=", group_secret_file()),
-                    absl::StrCat("--failure-file=", failure_file)},
-           .environment = EnvironmentWith(
-               options.gpus.empty() ? "" : options.gpus[static_cast<size_t>(rank)])});
+                    absl::StrCat("--failure-file=", failure_file),
+                    absl::StrCat("--kv-memory-file=/proc/self/fd/", kv_memory)},
+           .environment =
+               EnvironmentWith(options.gpus.empty() ? "" : options.gpus[static_cast<size_t>(rank)]),
+           .kv_memory = kv_memory});
     }
     // PR_SET_PDEATHSIG fires when the *thread* that forked ends, so the watcher starts all
     // workers: it lives as long as this object.
@@ -214,23 +230,23 @@ class LocalWorkerProcesses : public LocalWorkers {
     int status = 0;
     if (process.pid > 0 && waitpid(process.pid, &status, WNOHANG) == process.pid) {
       process.pid = -1;
-      if (now - process.started > kStableAfter) process.backoff = kFirstBackoff;
+      if (now - process.started > kStableAfter) process.backoff = milliseconds(0);
       process.restart_at = now + process.backoff;
       const absl::Status end = EndOf(process, status);
       first_end_.Update(end);
-      spdlog::error("{}; starting it again in {} ms", std::string(end.message()),
+      spdlog::error("{}; starting it again after {} ms", std::string(end.message()),
                     process.backoff.count());
       if (WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL && oom_kills_.TakeNew()) {
         spdlog::error(
             "the kernel killed it for lack of memory: lower --kv-host-size-gb or "
             "--kv-device-size-gb, or raise the limit of this container");
       }
-      process.backoff = std::min(process.backoff * 2, kLongestBackoff);
+      process.backoff = std::clamp(process.backoff * 2, kFirstBackoff, kLongestBackoff);
     }
     if (process.pid > 0 || now < process.restart_at) return;
     if (const absl::Status launched = Launch(process); !launched.ok()) {
       spdlog::error("{}", std::string(launched.message()));
-      process.restart_at = now + process.backoff;
+      process.restart_at = now + std::max(process.backoff, kFirstBackoff);
     }
   }
 

@@ -1,6 +1,7 @@
 // The worker processes that `kvasir serve` starts on its own machine: one `kvasir-worker` per rank,
-// listening on unix sockets in a private folder. A worker that dies is started again after a
-// back-off (0.1 to 10 s). All end with this object, and with this process whatever kills it.
+// listening on unix sockets in a private folder. A worker that dies is started again: at once, or
+// after a back-off (0.1 to 10 s) when it dies again soon. The memory of its host tier belongs to this
+// object, so that the next process finds its KV there. All end with this object, and with this process whatever kills it.
 // Thread-compatible.
 #pragma once
 

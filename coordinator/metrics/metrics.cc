@@ -116,10 +116,11 @@ struct Metrics::Series {
           .Add({});
   Family<Counter>& preemptions = Counters(
       "kvasir_num_preemptions_total",
-      "Requests that gave up their blocks: to others, by whether a disk tier keeps them, or "
-      "with a worker group that was lost.");
+      "Requests that gave up their slots: to others, by whether a disk tier keeps their blocks, "
+      "with a worker group that was lost, or for stored blocks after one that was damaged.");
   Counter& preempted_swap = preemptions.Add({{"kind", "swap"}});
   Counter& preempted_recompute = preemptions.Add({{"kind", "recompute"}});
+  Counter& preempted_restore = preemptions.Add({{"kind", "restore"}});
   Counter& preempted_loss = preemptions.Add({{"kind", "loss"}});
   Family<Counter>& resumed =
       Counters("kvasir_requests_resumed_total",
@@ -324,6 +325,7 @@ void Metrics::SchedulerState(const SchedulerStats& stats) {
   advance(s.prefix_evictions, seen.index.evictions, stats.index.evictions);
   advance(s.preempted_swap, seen.preempted_swap, stats.preempted_swap);
   advance(s.preempted_recompute, seen.preempted_recompute, stats.preempted_recompute);
+  advance(s.preempted_restore, seen.preempted_restore, stats.preempted_restore);
   advance(s.preempted_loss, seen.preempted_loss, stats.preempted_loss);
   advance(s.resumed_disk, seen.resumed_disk, stats.resumed_disk);
   advance(s.resumed_host, seen.resumed_host, stats.resumed_host);

@@ -124,6 +124,10 @@ int64_t PlanBuilder::ChunkTokens(const Sequence& sequence) const {
   if (sequence.ReadsAnswerOneByOne()) {
     rest = std::max<int64_t>(1, sequence.prompt_tokens - sequence.planned_end());
   }
+  if (sequence.lost_block.has_value()) {  // what is after it may be stored
+    const int64_t end = (*sequence.lost_block + 1) * kBlockTokens;
+    if (sequence.planned_end() < end) rest = std::min(rest, end - sequence.planned_end());
+  }
   if (sequence.planned_end() < sequence.to_score()) rest = std::min(rest, kMostScored);
   if (budget_.work <= 0 || budget_.device_blocks <= 0) return 0;
   const int64_t affordable = std::max(kBlockTokens, budget_.work / WorkPerToken(sequence));

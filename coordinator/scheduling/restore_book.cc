@@ -13,6 +13,9 @@ namespace {
 using kvstore::BlockId;
 using kvstore::PrefixHash;
 
+// A sequence that reads its prompt stops for no fewer stored blocks.
+constexpr int64_t kLeastWorthAWait = 4;
+
 absl::StatusOr<PrefixHash> ParseHash(int64_t rank, const std::string& bytes) {
   PrefixHash hash;
   if (bytes.size() != hash.size()) {
@@ -45,11 +48,27 @@ absl::Status RestoreBook::OnReport(int64_t rank, const v1::TierReport& report, T
 
 std::vector<PrefixHash> RestoreBook::Match(const Sequence& sequence,
                                            const kvstore::PrefixMatch& match, TimePoint now) {
-  if (!options_.persists() || sequence.restore_tried || now < disk_aside_until_) return {};
+  if (!options_.enable_prefix_caching || sequence.restore_tried || now < disk_aside_until_)
+    return {};
   const size_t cached = match.blocks.size();
   return stored_.Match(match.hashes.empty() ? sequence.scope : match.hashes.back(),
                        sequence.matchable().subspan(cached * static_cast<size_t>(kBlockTokens)),
                        static_cast<int64_t>(cached), sequence.decode_part);
+}
+
+bool RestoreBook::IsStoredAfter(const Sequence& sequence, int64_t num_blocks, TimePoint now) {
+  const auto begin = static_cast<size_t>(num_blocks * kBlockTokens);
+  const absl::Span<const int32_t> tokens = sequence.matchable();
+  if (!options_.enable_prefix_caching || now < disk_aside_until_ || tokens.size() <= begin) {
+    return false;
+  }
+  PrefixHash parent = sequence.chain();
+  for (int64_t i = sequence.sealed_blocks(); i < num_blocks; ++i) {
+    parent = kvstore::HashBlock(parent, sequence.block_tokens(i), sequence.decode_part.KeyOf(i));
+    if (stored_.HeldByAll(parent)) return false;
+  }
+  return std::ssize(stored_.Match(parent, tokens.subspan(begin), num_blocks,
+                                  sequence.decode_part)) >= kLeastWorthAWait;
 }
 
 void RestoreBook::Begin(Sequence& sequence, const std::vector<PrefixHash>& stored, TimePoint now) {
@@ -77,6 +96,7 @@ void RestoreBook::OnRestored(const v1::RestoredBlock& restored, TimePoint now) {
   AwaitedBlock& block = it->second;
   Entry& entry = EntryOf(*block.sequence);
   if (restored.error_code() != 0) {
+    block.sequence->lost_block = block.index;
     KeepOnly(entry, block.index);
   } else if (--block.ranks_left == 0) {
     disk_pause_ = absl::ZeroDuration();

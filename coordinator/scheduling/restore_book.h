@@ -1,10 +1,12 @@
-// The ranks' disk tiers as the scheduler sees them: which blocks are stored, which are on their way
-// back to memory and for whom, and whether the disk is worth asking.
+// Blocks that ranks have beside those of the prefix index, on disk or in memory from a group
+// before, as the scheduler sees them: which blocks are stored, which are on their way back and for
+// whom, and whether the disk is worth asking.
 //
 // Where the prefix index ends, the chain of a prompt goes on among the blocks that every rank has
-// on disk. Those are restored first: the sequence holds its blocks and waits, others run on. A
-// block that any rank cannot read, or not in time, is computed instead, with all blocks after it.
-// A sequence asks for its blocks once. A disk that brings nothing for a time is set aside at once:
+// stored. Those are restored first: the sequence holds its blocks and waits, others run on. A
+// block that any rank cannot read, or not in time, is computed instead, with all blocks after it;
+// when some rank lost that one alone, those after it are asked for once it is computed. Else a
+// sequence asks for its blocks once. A disk that brings nothing for a time is set aside at once:
 // all sequences that wait for it compute their blocks, and only from time to time one sequence
 // tries the disk again, for a short while.
 //
@@ -34,7 +36,7 @@ class RestoreBook {
   RestoreBook(const SchedulerOptions& options, kvstore::PrefixIndex& index)
       : options_(options), index_(index), stored_(options.num_ranks) {}
 
-  // Takes what a rank says of its disk tier. INTERNAL when the report makes no sense.
+  // Takes what a rank says of its stored blocks. INTERNAL when the report makes no sense.
   absl::Status OnReport(int64_t rank, const v1::TierReport& report, TimePoint now);
 
   bool HeldByAll(const kvstore::PrefixHash& hash) const { return stored_.HeldByAll(hash); }
@@ -44,6 +46,9 @@ class RestoreBook {
                                          const kvstore::PrefixMatch& match, TimePoint now);
   // Some sequence restores this block.
   bool IsAwaited(const kvstore::PrefixHash& hash) const { return awaited_hashes_.contains(hash); }
+  // Whether so many blocks are stored after the sequence's first `num_blocks` that it may wait for
+  // them. False when one that it has not sealed is stored too: it was given up for being late.
+  bool IsStoredAfter(const Sequence& sequence, int64_t num_blocks, TimePoint now);
 
   // Takes blocks for `stored`, which follow on those that the sequence has, and awaits them.
   void Begin(Sequence& sequence, const std::vector<kvstore::PrefixHash>& stored, TimePoint now);

@@ -283,7 +283,6 @@ void Scheduler::TakeBack(const PlannedRow& row) {
 void Scheduler::TakeBackStart(Sequence& sequence) {
   state_.sequences.BackToQueue(sequence);
   if (sequence.preemptions > 0) return;
-  state_.CountPrefix(sequence, -1);
   sequence.cached_tokens = 0;
   sequence.admitted_at.reset();
 }
@@ -300,9 +299,11 @@ void Scheduler::ApplyRow(const PlannedRow& row, const v1::RowResult& result, Tim
         End(*sequence, RowError(result), v1::FINISH_REASON_UNSPECIFIED, Blocks::kDiscard, now));
     return;
   }
-  if (row.starts && sequence->preemptions > 0) CountResumed(result.accounting());
+  const bool is_first = row.starts && sequence->preemptions == 0;
+  if (is_first) state_.CountPrefix(*sequence);
+  if (row.starts && !is_first) CountResumed(result.accounting());
   const bool prefill = sequence->in_prefill();
-  sequence->Account(result.accounting(), row.starts && sequence->preemptions == 0);
+  sequence->Account(result.accounting(), is_first);
   sequence->computed += row.num_tokens;
   if (prefill) state_.ReportProgress(*sequence, events);
   if (row.score_end > row.score_begin) {

@@ -54,20 +54,20 @@ ProgressEvent SchedulerState::Progress(const Sequence& sequence) const {
   return event;
 }
 
-void SchedulerState::CountPrefix(const Sequence& sequence, int64_t times) {
+void SchedulerState::CountPrefix(const Sequence& sequence) {
   const int64_t prompt = sequence.prompt_tokens;
   const int64_t cached = sequence.cached_tokens;
-  counters.prefix_queries += times * prompt;
-  counters.prefix_hits += times * cached;
+  counters.prefix_queries += prompt;
+  counters.prefix_hits += cached;
   if (!options.enable_prefix_caching) {
-    counters.missed_disabled += times * prompt;
+    counters.missed_disabled += prompt;
     return;
   }
   const int64_t known = std::max(sequence.known_tokens, cached);
   const int64_t shared = std::max(sequence.shareable_tokens(), known);
-  counters.missed_not_restored += times * (known - cached);
-  counters.missed_absent += times * (shared - known);
-  counters.missed_unshared += times * (prompt - shared);
+  counters.missed_not_restored += known - cached;
+  counters.missed_absent += shared - known;
+  counters.missed_unshared += prompt - shared;
 }
 
 }  // namespace kvasir::coordinator

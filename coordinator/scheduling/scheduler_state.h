@@ -34,9 +34,10 @@ struct SchedulerStats {
   int64_t missed_disabled = 0;      // the cache is switched off
   int64_t preempted_swap = 0;       // preemptions with a disk tier to write to
   int64_t preempted_recompute = 0;
-  int64_t preempted_loss = 0;  // with the worker group
-  int64_t resumed_disk = 0;    // admitted again, with blocks from disk
-  int64_t resumed_host = 0;    // with blocks from memory only
+  int64_t preempted_restore = 0;  // for stored blocks after one that was lost
+  int64_t preempted_loss = 0;     // with the worker group
+  int64_t resumed_disk = 0;       // admitted again, with blocks from disk
+  int64_t resumed_host = 0;       // with blocks from memory only
   int64_t resumed_recompute = 0;
   int64_t plans_ahead = 0;   // plans made while another one was unanswered
   int64_t rows_in_vain = 0;  // rows of sequences that had ended when they were answered
@@ -59,9 +60,9 @@ struct SchedulerState {
   // processed before it was preempted, is told nothing.
   void ReportProgress(Sequence& sequence, std::vector<Event>& events) const;
   ProgressEvent Progress(const Sequence& sequence) const;
-  // Adds to the counts how much of the sequence's prompt was cached; `times` is 1, or -1 to take it
-  // back.
-  void CountPrefix(const Sequence& sequence, int64_t times);
+  // Adds to the counts how much of the sequence's prompt was cached. Called once, when the ranks
+  // have carried out its start: counters of metrics cannot be taken back.
+  void CountPrefix(const Sequence& sequence);
 
   const SchedulerOptions options;
   const int64_t device_share;  // number of unsealed blocks that may exist at a time

@@ -138,6 +138,9 @@ struct Sequence {
   BlockReservation reservation;             // for the blocks that it may still take
 
   bool restore_tried = false;  // it has asked for stored blocks; they are asked for once
+  // A block that could not be restored or is not stored, unlike those after it. They are asked for
+  // when it is computed.
+  std::optional<int64_t> lost_block;
   // The sequence is not looked at while another one restores this block.
   std::optional<kvstore::PrefixHash> waits_for;
   // Number of prompts that had been read when it was last found too long to pass another one.
@@ -147,7 +150,8 @@ struct Sequence {
 
   bool is_planned = false;        // a plan of this group has named it
   int64_t generated_at_loss = 0;  // generated() when a group was last lost that had planned it
-  int64_t losses = 0;             // of such groups in a row, without a new token
+  int64_t reported_at_loss = 0;   // likewise reported_tokens
+  int64_t losses = 0;             // of such groups in a row, in which it got no further
 
   int64_t scored = 0;           // positions of the prompt that have been scored
   int64_t reported_tokens = 0;  // the furthest progress that the client was told

@@ -93,6 +93,7 @@ void SequenceTable::Preempt(Sequence& sequence) {
   }
   BackToQueue(sequence);
   sequence.restore_tried = false;
+  sequence.lost_block.reset();
 }
 
 void SequenceTable::End(Sequence& sequence, Blocks blocks) {

@@ -38,6 +38,7 @@ bool StepPlanner::MayPlanAhead(const SchedulerState& state, const UnansweredPlan
   int64_t rows = 0, new_blocks = 0, unreserved_blocks = 0;
   for (const Sequence* sequence : sequences.running()) {
     if (sequence->is_planned_out()) continue;
+    if (sequence->reading() && sequence->lost_block.has_value()) return false;
     ++rows;
     if (sequence->reading() || !sequence->enters_block()) continue;
     ++new_blocks;
@@ -53,6 +54,7 @@ std::optional<PlannedStep> StepPlanner::Plan(uint64_t step) {
     SealFullBlocks(*sequence, Unpublished::kSeal);
   }
   ReleaseEnded();
+  if (when_ == When::kAnswered) AskAfterLost();
   PlanDecodes();
   plan_.set_device_blocks(state_.device_share - state_.sequences.unsealed_blocks());
   PlanPassing();
@@ -102,6 +104,19 @@ void StepPlanner::ReleaseEnded() {
   state_.sequences.FreeEnded();
 }
 
+// It leaves its slot, finds its blocks again in the prefix index, and goes on among the stored
+// ones.
+void StepPlanner::AskAfterLost() {
+  const std::vector<Sequence*> running = state_.sequences.running();
+  for (Sequence* sequence : running) {
+    if (!sequence->lost_block.has_value() || !sequence->reading()) continue;
+    if (sequence->sealed_blocks() <= *sequence->lost_block) continue;
+    if (state_.restores.IsStoredAfter(*sequence, sequence->sealed_blocks(), now_)) {
+      GiveUpSlot(*sequence, state_.counters.preempted_restore);
+    }
+  }
+}
+
 // --- decoding, and making room for it -----------------------------------------------------------
 
 void StepPlanner::PlanDecodes() {
@@ -135,11 +150,16 @@ Sequence& StepPlanner::Youngest() const {
 }
 
 void StepPlanner::Preempt(Sequence& sequence) {
+  SchedulerStats& counters = state_.counters;
+  GiveUpSlot(sequence,
+             state_.options.persists() ? counters.preempted_swap : counters.preempted_recompute);
+}
+
+void StepPlanner::GiveUpSlot(Sequence& sequence, int64_t& counter) {
   if (sequence.state == Sequence::State::kRunning) {
     KeepFindable(sequence);
     plan_.AddFreeSlot(sequence.slot);
-    SchedulerStats& counters = state_.counters;
-    ++(state_.options.persists() ? counters.preempted_swap : counters.preempted_recompute);
+    ++counter;
   }
   state_.sequences.Preempt(sequence);
   state_.last_misfit = {};
@@ -261,7 +281,9 @@ void StepPlanner::Admit(Sequence& sequence) {
   if (sequence.preemptions == 0) {
     sequence.cached_tokens = sequence.computed;
     sequence.admitted_at = now_;
-    state_.CountPrefix(sequence, 1);
+  }
+  if (state_.restores.IsStoredAfter(sequence, sequence.num_blocks() + 1, now_)) {
+    sequence.lost_block = sequence.num_blocks();
   }
   state_.sequences.Run(sequence);
   plan_.AddStart(sequence);

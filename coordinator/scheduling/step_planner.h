@@ -39,12 +39,16 @@ class StepPlanner {
   // Writes the first `num_blocks` blocks of the sequence to disk, after the step.
   void PersistBlocks(const Sequence& sequence, int64_t num_blocks);
   void ReleaseEnded();
+  // Sequences that have computed a block which was lost ask for the stored ones after it.
+  void AskAfterLost();
 
   void PlanDecodes();
   // False when the sequence itself was preempted.
   bool MakeRoomForToken(Sequence& sequence);
   Sequence& Youngest() const;
   void Preempt(Sequence& sequence);
+  // Puts the sequence at the head of the queue, and counts that if it runs.
+  void GiveUpSlot(Sequence& sequence, int64_t& counter);
   void KeepFindable(const Sequence& sequence);
 
   // Gives short prompts up to half of the budget while a longer one is read.

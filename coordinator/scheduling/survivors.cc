@@ -10,9 +10,12 @@ namespace {
 // True when the sequence has seen too many losses.
 bool CountLossOf(Sequence& sequence) {
   if (!std::exchange(sequence.is_planned, false)) return false;  // it cannot be the cause
-  const bool progress =
+  // The furthest that it was ever read counts, so that reading the same again is no progress.
+  const bool read =
+      sequence.reported_tokens > std::exchange(sequence.reported_at_loss, sequence.reported_tokens);
+  const bool generated =
       sequence.generated() > std::exchange(sequence.generated_at_loss, sequence.generated());
-  sequence.losses = progress ? 0 : sequence.losses + 1;
+  sequence.losses = read || generated ? 0 : sequence.losses + 1;
   return sequence.losses >= Survivors::kMostLosses;
 }
 
@@ -23,7 +26,7 @@ std::vector<Event> Survivors::CountLoss(const absl::Status& why, TimePoint now) 
   const absl::Status too_many(
       absl::IsInternal(why) ? absl::StatusCode::kInternal : absl::StatusCode::kUnavailable,
       absl::StrCat("the worker group was lost ", kMostLosses,
-                   " times in a row while it computed this request, without a new token: the "
+                   " times in a row while it computed this request, which got no further: the "
                    "request may be the cause; the last time: ",
                    why.message()));
   std::vector<Event> events;

@@ -24,7 +24,7 @@ namespace kvasir::coordinator {
 
 class Survivors {
  public:
-  // A sequence that was on the ranks of so many lost groups in a row, without a new token, ends.
+  // A sequence that was on the ranks of so many lost groups in a row, which got no further, ends.
   static constexpr int64_t kMostLosses = 3;
 
   Survivors() = default;

@@ -187,6 +187,14 @@ void ExtentFormat::WriteHeader(const BlockIdentity& block, absl::Span<std::byte>
   std::memcpy(extent.data(), &header, sizeof(header));
 }
 
+bool ExtentFormat::HasHeader(absl::Span<const std::byte> extent) {
+  return std::memcmp(extent.data(), &kMagic, sizeof(kMagic)) == 0;
+}
+
+void ExtentFormat::RemoveHeader(absl::Span<std::byte> extent) {
+  std::memset(extent.data(), 0, sizeof(kMagic));
+}
+
 absl::StatusOr<BlockIdentity> ExtentFormat::ReadHeader(absl::Span<const std::byte> bytes) const {
   Header header;
   if (bytes.size() < sizeof(header)) {

@@ -71,6 +71,9 @@ class ExtentFormat {
   // Completes an extent whose page checksums, bounds and pages are in place.
   // REQUIRES: extent.size() == extent_bytes().
   void WriteHeader(const BlockIdentity& block, absl::Span<std::byte> extent) const;
+  // Whether an extent begins like a header, sound or not; and makes it one that does not.
+  static bool HasHeader(absl::Span<const std::byte> extent);
+  static void RemoveHeader(absl::Span<std::byte> extent);
   // Reads the first 4 KiB of an extent. DATA_LOSS when they are damaged or no header,
   // FAILED_PRECONDITION when they belong to another version, byte order, model, shard or shape.
   absl::StatusOr<BlockIdentity> ReadHeader(absl::Span<const std::byte> header) const;

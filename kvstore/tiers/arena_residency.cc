@@ -36,8 +36,8 @@ absl::StatusOr<std::unique_ptr<PageResidency>> ArenaResidency::Make(
   KVASIR_ASSIGN_OR_RETURN(kernels::HostBuffer codes, kernels::HostBuffer::Allocate(codes_bytes));
   DeviceArena device(std::move(pages), options.device_pages, layout.page_bytes(),
                      options.freed_memory);
-  KVASIR_ASSIGN_OR_RETURN(
-      HostSlab host, HostSlab::Create(options.format, options.num_extents, options.freed_memory));
+  HostSlab host(options.format, options.num_extents, options.freed_memory,
+                options.memory.extents());
   return std::unique_ptr<PageResidency>(
       new ArenaResidency(options, std::move(device), std::move(host), std::move(codes)));
 }

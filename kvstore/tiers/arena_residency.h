@@ -22,6 +22,7 @@ class ArenaResidency final : public PageResidency {
   HostSlab& host() override { return host_; }
   absl::Status Open(int64_t extent) override;
   absl::Status Seal(int64_t extent, const BlockSeal& seal) override;
+  bool SealsAtOnce() const override { return true; }
   absl::StatusOr<bool> IsExtentWhole(int64_t) override { return true; }
   void Restore(int64_t extent, const BlockSeal& seal) override;
   void Free(int64_t extent) override;

@@ -1,15 +1,14 @@
 // The host tier: a slab of extents, one per block, with a free list. An extent has the same bytes
-// here as on disk (kvstore/format/page_format.h), so that I/O needs no copy. Thread-compatible.
+// here as on disk (kvstore/format/page_format.h), so that I/O needs no copy. An extent that is not
+// taken has no header, so that nobody finds its last block. Thread-compatible.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
-#include "absl/status/status.h"
-#include "absl/status/statusor.h"
+#include "absl/functional/function_ref.h"
 #include "absl/types/span.h"
 
-#include "kernels/base/buffer.h"
 #include "kvstore/format/page_format.h"
 #include "kvstore/tiers/freed_memory.h"
 
@@ -17,13 +16,11 @@ namespace kvasir::kvstore {
 
 class HostSlab {
  public:
-  // RESOURCE_EXHAUSTED when there is no memory.
-  static absl::StatusOr<HostSlab> Create(const ExtentFormat& format, int64_t num_extents,
-                                         FreedMemory freed);
-  // Uses memory for the extents that is aligned to kExtentAlignment and outlives the slab.
-  static HostSlab Over(const ExtentFormat& format, int64_t num_extents, FreedMemory freed,
-                       std::byte* memory);
+  // `memory` for the extents is aligned to kExtentAlignment and outlives the slab.
+  HostSlab(const ExtentFormat& format, int64_t num_extents, FreedMemory freed, std::byte* memory);
 
+  // Takes all extents that hold something wanted. REQUIRES: none is taken.
+  void TakeWhere(absl::FunctionRef<bool(int64_t extent)> is_wanted);
   // REQUIRES: num_free() > 0.
   int64_t Take();
   void Free(int64_t extent);
@@ -45,14 +42,12 @@ class HostSlab {
   bool taken(int64_t extent) const { return taken_[static_cast<size_t>(extent)]; }
 
  private:
-  explicit HostSlab(const ExtentFormat& format) : format_(format) {}
   std::byte* At(int64_t extent, int64_t offset) const {
     return base_ + extent * format_.extent_bytes() + offset;
   }
 
   ExtentFormat format_;
-  kernels::HostBuffer buffer_;
-  std::byte* base_ = nullptr;  // aligned; in buffer_, unless the memory is borrowed
+  std::byte* base_ = nullptr;
   FreedMemory freed_ = FreedMemory::kAsIs;
   std::vector<bool> taken_;
   std::vector<int64_t> free_;

@@ -25,12 +25,14 @@
 #include "kvstore/format/block.h"
 #include "kvstore/format/page_format.h"
 #include "kvstore/tiers/freed_memory.h"
+#include "kvstore/tiers/host_memory.h"
 #include "kvstore/tiers/host_slab.h"
 
 namespace kvasir::kvstore {
 
 struct ResidencyOptions {
   ExtentFormat format;
+  HostMemory& memory;       // of the extents; outlives the residency
   int64_t num_extents = 0;  // blocks: extents of the host tier
   int64_t device_pages = 0;
   int64_t num_slots = 0;
@@ -79,6 +81,8 @@ class PageResidency {
   // REQUIRES: device_pages() - pinned_pages() is at least one block's pages.
   virtual absl::Status Open(int64_t extent) = 0;
   virtual absl::Status Seal(int64_t extent, const BlockSeal& seal) = 0;
+  // Whether Seal leaves the extent whole, so that IsExtentWhole need not be asked later.
+  virtual bool SealsAtOnce() const { return false; }
   // Whether a sealed extent is complete in host memory, checksums and bounds included,
   // except its header. Otherwise it is still being copied.
   virtual absl::StatusOr<bool> IsExtentWhole(int64_t extent) = 0;

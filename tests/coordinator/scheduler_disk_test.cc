@@ -84,6 +84,62 @@ TEST_F(SchedulerDiskTest, ABlockThatCannotBeReadIsComputedAndAskedForOnce) {
   EXPECT_EQ(tokens_[id], expected_);
 }
 
+// Bug: one damaged block of a long prompt cost all blocks after it.
+TEST_F(SchedulerDiskTest, BlocksAfterALostOneAreAskedForWhenItIsComputed) {
+  const std::vector<int32_t> prompt = Prompt(64 * 12 + 10, 5);
+  Add(Spec(prompt, 1));
+  RunUntilIdle();
+  for (const int64_t lost : {0, 5, 7, 8}) {
+    const int64_t rest = lost < 8 ? 11 - lost : 0;  // three are not worth a wait
+    Restart(kWithDisk);
+    SequenceSpec spec = Spec(prompt, 5);
+    const std::vector<int32_t> expected = Expected(spec);
+    const SequenceId id = Add(std::move(spec));
+    ASSERT_TRUE(Step());
+    ASSERT_THAT(plan_.restores(), SizeIs(12));
+    worker_->FailReads(1, lost);
+    DeliverTierReport();
+    ASSERT_TRUE(Step());
+    EXPECT_EQ(plan_.rows(0).begin(), static_cast<uint32_t>(64 * lost));
+    EXPECT_EQ(plan_.rows(0).num_tokens(), 64u) << "more than the lost block";
+    ASSERT_TRUE(Step());
+    EXPECT_THAT(plan_.restores(), SizeIs(rest));
+    EXPECT_THAT(plan_.rows(), SizeIs(rest > 0 ? 0 : 1));
+    RunUntilIdle();
+    EXPECT_EQ(tokens_[id], expected);
+    EXPECT_EQ(scheduler_->stats().preempted_restore, rest > 0 ? 1 : 0);
+    EXPECT_EQ(worker_->reads(), 11 + rest);
+  }
+}
+
+// Bug: a block whose header was damaged cost all blocks after it.
+TEST_F(SchedulerDiskTest, BlocksAfterOneThatIsNotStoredAreAskedForWhenItIsComputed) {
+  const std::vector<int32_t> prompt = Prompt(64 * 12 + 10, 5);
+  Add(Spec(prompt, 1));
+  RunUntilIdle();
+  Restart(kWithDisk);
+  Add(Spec(prompt, 1));
+  ASSERT_TRUE(Step());
+  ASSERT_THAT(plan_.restores(), SizeIs(12));
+  v1::TierReport report;
+  report.add_forgotten(plan_.restores(5).prefix_hash());
+  Restart(kWithDisk);
+  ASSERT_EQ(scheduler_->OnTierReport(0, report, now_), absl::OkStatus());
+  SequenceSpec spec = Spec(prompt, 5);
+  const std::vector<int32_t> expected = Expected(spec);
+  const SequenceId id = Add(std::move(spec));
+  ASSERT_TRUE(Step());
+  EXPECT_THAT(plan_.restores(), SizeIs(5));
+  DeliverTierReport();
+  ASSERT_TRUE(Step());
+  EXPECT_EQ(plan_.rows(0).begin(), 64 * 5u);
+  EXPECT_EQ(plan_.rows(0).num_tokens(), 64u);
+  ASSERT_TRUE(Step());
+  EXPECT_THAT(plan_.restores(), SizeIs(6));
+  RunUntilIdle();
+  EXPECT_EQ(tokens_[id], expected);
+}
+
 TEST_F(SchedulerDiskTest, WhatComesTooLateIsComputed) {
   const SequenceId id = Begin(5);
   v1::TierReport first;
@@ -219,15 +275,11 @@ TEST_F(SchedulerDiskTest, ABlockCountsOnlyWhenEveryRankHasIt) {
   EXPECT_THAT(plan_.starts(0).cached_blocks(), SizeIs(4));
 }
 
-TEST_F(SchedulerDiskTest, NothingIsStoredOrRestoredWithoutADiskOnEveryRank) {
-  const std::unique_ptr<SymbolicWorker> disk = std::move(worker_);
+TEST_F(SchedulerDiskTest, NothingIsStoredWithoutADiskOnEveryRank) {
   Make(kWithDisk, Options({}));
-  ASSERT_TRUE(scheduler_->OnTierReport(0, worker_->TakeOverDisk(*disk), now_).ok());
-  Add(Spec(prompt_, 1));
-  ASSERT_TRUE(Step());
-  EXPECT_THAT(plan_.restores(), IsEmpty());
-  ASSERT_TRUE(Step());
-  EXPECT_THAT(plan_.persists(), IsEmpty());
+  const SequenceId id = Add(Spec(prompt_, 1));
+  while (Step()) EXPECT_THAT(plan_.persists(), IsEmpty());
+  EXPECT_THAT(tokens_[id], SizeIs(1));
 }
 
 TEST_F(SchedulerDiskTest, BlocksThatASparseTailTouchesAreNotStored) {

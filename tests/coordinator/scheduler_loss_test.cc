@@ -48,7 +48,7 @@ TEST_F(SchedulerLossTest, AStartWithoutAnAnswerHasNotBeen) {
   RunUntilIdle();
   const SequenceId id = Add(Spec(Prompt(200), 5));
   PlanInVain();
-  EXPECT_EQ(scheduler_->stats().prefix_hits, 192);
+  EXPECT_EQ(scheduler_->stats().prefix_queries, 200);  // those of the first
   EXPECT_EQ(Survive({.disk_blocks = 50}), 0);
   RunUntilIdle();
   EXPECT_EQ(finished_.at(first).status, absl::OkStatus());
@@ -88,6 +88,22 @@ TEST_F(SchedulerLossTest, WhatTheDiskHasIsRestored) {
   EXPECT_THAT(tokens_[id], SizeIs(10));
   EXPECT_EQ(worker_->reads(), 3);
   EXPECT_EQ(scheduler_->stats().resumed_disk, 1);
+}
+
+// The ranks report what they adopted as they report what is on disk.
+TEST_F(SchedulerLossTest, WhatMemoryHasIsRestoredWithoutADisk) {
+  const SymbolicWorkerOptions worker = {.disk_blocks = 100};
+  Make(worker);
+  Add(Spec(Prompt(200), 1));
+  RunUntilIdle();
+  const SequenceId id = Add(Spec(Prompt(200), 10));
+  while (tokens_[id].size() < 3) ASSERT_TRUE(Step());
+  SchedulerOptions without_disk = Options(worker);
+  without_disk.disk_blocks = 0;
+  Survive(worker, without_disk);
+  RunUntilIdle();
+  EXPECT_THAT(tokens_[id], SizeIs(10));
+  EXPECT_EQ(worker_->reads(), 3);
 }
 
 TEST_F(SchedulerLossTest, ARestoringRequestRestoresAgain) {
@@ -154,18 +170,31 @@ class SurvivorsTest : public SchedulerLossTest {
   }
 };
 
-TEST_F(SurvivorsTest, ASequenceEndsAfterThreeLossesWithoutAToken) {
+TEST_F(SurvivorsTest, ASequenceEndsAfterThreeLossesInWhichItGetsNoFurther) {
   Make({});
   const SequenceId id = Add(Spec(Prompt(5000), 10));
-  for (int i = 0; i < 2; ++i) {
-    ASSERT_TRUE(Step());  // reading further is no progress
-    for (int n = 0; n < i; ++n) ASSERT_TRUE(Step());
+  for (int i = 0; i < 3; ++i) {
+    ASSERT_TRUE(Step());
+    ASSERT_TRUE(Step());  // the same again is no progress
     EXPECT_THAT(LoseAndCount(), IsEmpty());
   }
   PlanInVain();
   EXPECT_THAT(LoseAndCount(), ElementsAre(id));
   EXPECT_EQ(finished_.at(id).status.code(), absl::StatusCode::kUnavailable);
   EXPECT_EQ(finished_.at(id).summary.usage().prompt_tokens(), 5000u);
+}
+
+// Bug: a request with a long prompt ended, though each group had read more of it than the one
+// before.
+TEST_F(SurvivorsTest, ReadingFurtherThanEverBeginsTheCountAgain) {
+  Make({});
+  const SequenceId id = Add(Spec(Prompt(5000), 10));
+  for (int i = 1; i <= 8; ++i) {
+    for (int n = 0; n < i; ++n) ASSERT_TRUE(Step());
+    EXPECT_THAT(LoseAndCount(), IsEmpty());
+  }
+  RunUntilIdle();
+  EXPECT_THAT(tokens_[id], SizeIs(10));
 }
 
 TEST_F(SurvivorsTest, ATokenBeginsTheCountAgain) {

@@ -67,7 +67,12 @@ TEST_F(SchedulerTest, PlansAgainWithoutTheBlocksThatARankLost) {
   const SequenceId id = Add(Spec(prompt, 4));
   ASSERT_TRUE(Step());  // answered with the missing block
   EXPECT_THAT(tokens_[id], IsEmpty());
+  // Bug: a start that was taken back was counted with it and again later, as counters of metrics
+  // never fall.
+  EXPECT_EQ(scheduler_->stats().prefix_queries, 300);
   RunUntilIdle();
+  EXPECT_EQ(scheduler_->stats().prefix_queries, 600);
+  EXPECT_EQ(scheduler_->stats().prefix_hits, 128);
   EXPECT_THAT(tokens_[id], SizeIs(4));
   EXPECT_EQ(finished_.at(id).status, absl::OkStatus());
   EXPECT_EQ(finished_.at(id).summary.usage().cached_tokens().device(), 128u);

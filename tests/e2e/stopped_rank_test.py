@@ -3,7 +3,6 @@
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -11,15 +10,11 @@ import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from support.service import Service  # noqa: E402
+from support.worker import workers_of  # noqa: E402
 
 RANK_TIMEOUT_S = 2
 MACHINE_S = 4  # allowance for a busy machine
 FORMING_S = 20  # and there for a new process, loading and forming
-
-
-def workers_of(service):
-    listed = subprocess.run(["pgrep", "-P", str(service.process.pid)], capture_output=True, text=True, check=True)
-    return [int(pid) for pid in listed.stdout.split()]
 
 
 class StoppedRank(unittest.TestCase):

@@ -1,138 +1,36 @@
-"""Workers are killed and stopped while streams run; every stream ends as in a clean run, token by token.
+"""Workers are killed and stopped, and bits of their memory flip, while streams run; every stream ends as in a clean run,
+token by token.
 
     lost_worker_test.py                                 # the short form: 40 faults
     lost_worker_test.py --kills=500 --stops=200         # the long form, with times of recovery
     lost_worker_test.py --seed=7 --context=8000 --model=FOLDER
-
-Counters: req_lost, tok_dup, tok_missing, tok_diff are 0 in every run.
 """
 
-import argparse
-import pathlib
-import random
-import sys
-import tempfile
-import time
-import unittest
+from runs import FaultRuns
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-from support.tiny_model import make_tiny_model  # noqa: E402
-from group import Group  # noqa: E402
-from streams import Streams, load  # noqa: E402
-
-FLAGS = ["--mass-sample-rate=0", "--max-num-batched-tokens=256", "--kv-device-size-gb=0.05", "--kv-host-size-gb=0.2",
-         "--max-model-len=8192", "--rank-timeout=1"]
 QUEST = ["--sparse-selector=quest", "--sparse-token-budget=256", "--sparse-window-tokens=64", "--sparse-sink-tokens=64"]
-STOP_S = 1.6  # more than the rank timeout
-PATIENCE_S = 30
-OPTIONS = None
 
 
-def percentile(times, part):
-    return sorted(times)[min(len(times) - 1, int(part * len(times)))]
-
-
-def with_stop_string(asked, answers):
-    """Adds a request whose stop string, of several tokens, is in the middle of a clean answer."""
-    text = answers[0].text
-    stop = text[len(text) // 2:len(text) // 2 + 9]
-    return [*asked, dict(asked[0], stop=stop)]
-
-
-class LostWorkers(unittest.TestCase):
-    def wait_until(self, condition, what):
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition():
-            self.assertLess(time.monotonic(), deadline, what)
-            time.sleep(0.005)
-
-    def inject(self, group, rng, kind):
-        """One fault. Returns the time at which it began."""
-        begun = time.monotonic()
-        if kind == "stop":
-            group.stop(rng.randrange(group.ranks), STOP_S)
-        elif kind == "all":
-            group.kill(*range(group.ranks))
-        else:
-            group.kill(rng.randrange(group.ranks))
-        return begun
-
-    def faults(self, group, streams, kinds, rng):
-        """Plays the faults, each when all streams of the one before go on. Returns the times to detect and to recover."""
-        detected, recovered = [], []
-        for kind in kinds:
-            time.sleep(rng.uniform(0.02, 0.2))
-            self.wait_until(lambda: any(streams.running), "no stream runs")
-            before = len(streams.recoveries)
-            losses = group.service.metric("kvasir_worker_group_losses_total")
-            begun = self.inject(group, rng, kind)
-            self.wait_until(lambda: group.service.metric("kvasir_worker_group_losses_total") > losses, f"{kind}: not noticed")
-            # A worker that is killed while the group forms is no loss of a group.
-            self.wait_until(lambda: group.service.metric("kvasir_worker_up") == group.ranks, f"{kind}: no group forms")
-            self.wait_until(streams.all_run, f"{kind}: a stream does not go on")
-            told = streams.recoveries[before:]
-            detected += [waits - begun for waits, _ in told]
-            recovered += [token - begun - (STOP_S if kind == "stop" else 0) for _, token in told]
-        return detected, recovered
-
-    def play(self, name, kinds, ranks, seed, flags=(), disk_gb=0):
-        rng = random.Random(seed)
-        with tempfile.TemporaryDirectory(prefix="kvasir-faults-") as folder:
-            model = OPTIONS.model or make_tiny_model(pathlib.Path(folder) / "model")
-            with Group(model, ranks, [*FLAGS, *flags], disk_gb) as group:
-                asked = load(OPTIONS.context)
-                asked = with_stop_string(asked, Streams(group.service, asked[:1]).clean())
-                clean = Streams(group.service, asked).clean()
-                rng.shuffle(kinds)
-                with Streams(group.service, asked) as streams:
-                    detected, recovered = self.faults(group, streams, kinds, rng)
-                self.compare(name, clean, streams, group, detected, recovered, kinds)
-
-    def compare(self, name, clean, streams, group, detected, recovered, kinds):
-        refused = [a for _, a in streams.answers if a.error.startswith("UNAVAILABLE: no worker group") and not a.token_ids]
-        accepted = [(i, a) for i, a in streams.answers if not any(a is r for r in refused)]
-        lost = [a.error for _, a in accepted if a.error]
-        different = [i for i, a in accepted if not a.error and a.comparable() != clean[i].comparable()]
-        repeated = sum(a.repeated for _, a in accepted)
-        missing = sum(a.missing for _, a in accepted)
-        preempted = sum(value for name, value in group.service.metrics().items()
-                        if name.startswith("kvasir_num_preemptions_total") and 'kind="loss"' in name)
-        print(f"{name}: {len(kinds)} faults, {len(accepted)} streams ended, {len(recovered)} resumed, {len(refused)} "
-              f"refused: req_lost {len(lost)}, tok_dup {repeated}, tok_missing {missing}, tok_diff {len(different)}; "
-              f"noticed p50 {percentile(detected, .5):.2f} s p99 {percentile(detected, .99):.2f} s, next token p50 "
-              f"{percentile(recovered, .5):.2f} s p99 {percentile(recovered, .99):.2f} s", flush=True)
-        self.assertEqual((lost, repeated, missing, different), ([], 0, 0, []))
-        self.assertGreater(len(recovered), len(kinds) / 2, "faults met no streams")
-        self.assertGreater(preempted, 0)
-
-    @staticmethod
-    def kinds():
+class LostWorkers(FaultRuns):
+    def kinds(self):
         """The faults of one of the four runs."""
-        kills, stops = OPTIONS.kills // 4, OPTIONS.stops // 4
-        alls = kills // 4
-        return ["all"] * alls + ["kill"] * (kills - alls) + ["stop"] * stops
+        kills, stops = self.options.kills // 4, self.options.stops // 4
+        alls = flips = kills // 4
+        return ["all"] * alls + ["flip"] * flips + ["kill"] * (kills - alls - flips) + ["stop"] * stops
 
     def test_one_rank(self):
-        self.play("one rank", self.kinds(), ranks=1, seed=OPTIONS.seed)
+        self.play("one rank", self.kinds(), ranks=1, seed=self.options.seed)
 
     def test_two_ranks(self):
-        self.play("two ranks", self.kinds(), ranks=2, seed=OPTIONS.seed + 1)
+        self.play("two ranks", self.kinds(), ranks=2, seed=self.options.seed + 1)
 
     def test_one_rank_with_a_disk_and_sparse_attention(self):
-        self.play("one rank, disk, quest", self.kinds(), ranks=1, seed=OPTIONS.seed + 2, flags=QUEST, disk_gb=1)
+        self.play("one rank, disk, quest", self.kinds(), ranks=1, seed=self.options.seed + 2, flags=QUEST, disk_gb=1)
 
     def test_two_ranks_with_a_disk(self):
-        self.play("two ranks, disk", self.kinds(), ranks=2, seed=OPTIONS.seed + 3, disk_gb=1)
+        self.play("two ranks, disk", self.kinds(), ranks=2, seed=self.options.seed + 3, disk_gb=1)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=36, help="SIGKILLs, of one rank or of all, in four runs")
-    parser.add_argument("--stops", type=int, default=4, help="SIGSTOPs for longer than the rank timeout")
-    parser.add_argument("--context", type=int, default=1000, help="tokens of the longest request")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--model", default="", help="a model folder; default: a random one that loads in no time")
-    OPTIONS, rest = parser.parse_known_args()
-    print(f"seed {OPTIONS.seed}")
-    unittest.main(argv=[sys.argv[0], *rest], verbosity=2)
+    LostWorkers.main(__doc__, [("--kills", 36, "SIGKILLs, of one rank or of all, in four runs"),
+                               ("--stops", 4, "SIGSTOPs for longer than the rank timeout")])

@@ -52,10 +52,12 @@ class Streams:
     def __init__(self, service, load):
         self.service, self.load = service, load
         self.mu = threading.Lock()
-        self.recoveries = []  # (loss was told, next token came)
+        self.recoveries = []  # (loss was told, stream is as far as before): its next token, or so much of its prompt read
+        self.next_tokens = []  # seconds from a loss that was told to the next token
         self.answers = []     # (number of the request, answer)
         self.running = [0] * len(load)  # tokens of the stream that runs now
-        self.waits = [None] * len(load)  # when the client was told to wait, until its next token
+        self.waits = [None] * len(load)  # when the client was told to wait, until its stream is as far as before
+        self.tokenless = [None] * len(load)  # the same, until its next token
         self.ending = threading.Event()
         self.threads = [threading.Thread(target=self._run, args=(i,)) for i in range(len(load))]
 
@@ -74,6 +76,9 @@ class Streams:
         if kind == "progress" and response.progress.waits_for_worker:
             with self.mu:
                 self.waits[i] = self.waits[i] or now
+                self.tokenless[i] = self.tokenless[i] or now
+        elif kind == "progress":  # sent only when as much of the prompt is read as ever before
+            self._goes_on(i, now)
         elif kind == "prompt_logprobs":
             scores = response.prompt_logprobs
             if scores.index != len(answer.prompt_logprobs) + 1:
@@ -88,11 +93,18 @@ class Streams:
             answer.logprobs += [l.logprob for l in new.logprobs]
             with self.mu:
                 self.running[i] = len(answer.token_ids)
-                if self.waits[i] is not None:
-                    self.recoveries.append((self.waits[i], now))
-                    self.waits[i] = None
+                if self.tokenless[i] is not None:
+                    self.next_tokens.append(now - self.tokenless[i])
+                    self.tokenless[i] = None
+            self._goes_on(i, now)
         elif kind == "finish":
             answer.reason = (response.finish.reason, response.finish.matched_stop_str, response.finish.matched_token_id)
+
+    def _goes_on(self, i, now):
+        with self.mu:
+            if self.waits[i] is not None:
+                self.recoveries.append((self.waits[i], now))
+                self.waits[i] = None
 
     def clean(self):
         """Asks each request once; returns the answers."""
@@ -107,15 +119,15 @@ class Streams:
                 self.running[i] = 0
             answer = self.ask(i)
             with self.mu:
-                self.waits[i] = None
+                self.waits[i] = self.tokenless[i] = None
                 self.answers.append((i, answer))
             if answer.error.startswith("UNAVAILABLE: no worker group"):  # refused, as new requests are meanwhile
                 time.sleep(0.02)
 
     def all_run(self):
-        """Whether no client waits for a worker."""
+        """Whether no client waits for the token after a loss: a request that sees three without one ends."""
         with self.mu:
-            return all(wait is None for wait in self.waits)
+            return all(wait is None for wait in self.tokenless)
 
     def __enter__(self):
         for thread in self.threads:

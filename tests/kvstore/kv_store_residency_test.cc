@@ -273,7 +273,9 @@ class RandomPlans {
     }
     for (auto& [id, block] : model_) {
       if (block.sealed || block.reading || block.rows < kBlockTokens || rng_() % 4 == 0) continue;
-      ASSERT_TRUE(store_->Seal(BlockId(id), HashOf(block.content)).ok());
+      ASSERT_TRUE(
+          store_->Seal(BlockId(id), HashOf(block.content), std::vector<int32_t>(kBlockTokens))
+              .ok());
       block.sealed = block.kept = true;
     }
   }

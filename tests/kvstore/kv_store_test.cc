@@ -20,6 +20,8 @@ using ::testing::IsEmpty;
 constexpr KvLayout kLayout = {
     .num_layers = 2, .num_kv_heads = 2, .head_dim = 2, .dtype = kernels::DType::kBFloat16};
 
+const std::vector<int32_t> kTokens(kBlockTokens);
+
 PrefixHash Hash(int64_t id) {
   PrefixHash hash{};
   std::memcpy(hash.data(), &id, sizeof(id));
@@ -54,7 +56,7 @@ class KvStoreTest : public ::testing::Test {
       }
     }
     EXPECT_TRUE(store_->EndStep().ok());
-    EXPECT_TRUE(store_->Seal(BlockId(id), Hash(id)).ok());
+    EXPECT_TRUE(store_->Seal(BlockId(id), Hash(id), kTokens).ok());
     return block;
   }
   // Runs one step that reads `bytes` of every page of the block. Returns its first byte.
@@ -176,8 +178,9 @@ TEST_F(KvStoreTest, ASealedBlockIsKeptUntilDroppedAndReleased) {
 
 TEST_F(KvStoreTest, SealsOnceAndOnlyOpenBlocks) {
   const Block block = MakeSealed(1, 0, 0);
-  EXPECT_EQ(store_->Seal(BlockId(1), Hash(1)).code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_EQ(store_->Seal(BlockId(2), Hash(2)).code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(store_->Seal(BlockId(1), Hash(1), kTokens).code(),
+            absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(store_->Seal(BlockId(2), Hash(2), kTokens).code(), absl::StatusCode::kNotFound);
 }
 
 TEST_F(KvStoreTest, OpenBlocksArePinnedInTheDeviceTier) {
@@ -186,7 +189,7 @@ TEST_F(KvStoreTest, OpenBlocksArePinnedInTheDeviceTier) {
   const absl::Status status = store_->Open(BlockId(3)).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_THAT(std::string(status.message()), HasSubstr("device tier, 0 of 12"));
-  ASSERT_TRUE(store_->Seal(BlockId(1), Hash(1)).ok());
+  ASSERT_TRUE(store_->Seal(BlockId(1), Hash(1), kTokens).ok());
   EXPECT_TRUE(store_->Open(BlockId(3)).ok());
 }
 

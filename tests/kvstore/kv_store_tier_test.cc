@@ -26,12 +26,6 @@ using ::testing::SizeIs;
 const kernels::KvLayout kLayout = SmallShard().layout;
 constexpr int64_t kExtent = 12288;
 
-std::array<int32_t, kBlockTokens> TokensOf(uint32_t name) {
-  std::array<int32_t, kBlockTokens> tokens;
-  tokens.fill(static_cast<int32_t>(name));
-  return tokens;
-}
-
 class KvStoreTierTest : public ::testing::Test {
  protected:
   void SetUp() override { Start(); }
@@ -65,7 +59,7 @@ class KvStoreTierTest : public ::testing::Test {
     const PagedKv kv = store_->BeginStep(++step_).value();
     ForEachByte(kv, name, [](std::byte& byte, std::byte expected) { byte = expected; });
     ASSERT_TRUE(store_->EndStep().ok());
-    ASSERT_TRUE(store_->Seal(BlockId(id), HashOf(name)).ok());
+    ASSERT_TRUE(store_->Seal(BlockId(id), HashOf(name), TokensOf(name)).ok());
     store_->Unbind(0, 0);
   }
   void ExpectHolds(int64_t id, uint32_t name) {

@@ -2,6 +2,7 @@
 // disk store of a test with its faults and its clock.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -64,6 +65,12 @@ inline PrefixHash HashOf(uint32_t name) {
   PrefixHash hash{};
   std::memcpy(hash.data(), &name, sizeof(name));
   return hash;
+}
+
+inline std::array<int32_t, kBlockTokens> TokensOf(uint32_t name) {
+  std::array<int32_t, kBlockTokens> tokens;
+  tokens.fill(static_cast<int32_t>(name));
+  return tokens;
 }
 
 // A disk store that can be closed, damaged and opened again.

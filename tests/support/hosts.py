@@ -9,6 +9,7 @@ its volumes. Nothing of it is seen outside: no address of this machine's own net
 overlayfs; the test is skipped where one of them is missing.
 """
 
+import ctypes
 import os
 import pathlib
 import shutil
@@ -91,6 +92,16 @@ class Hosts:
         call("ip", "-n", host, "addr", "add", f"{address}/24", "dev", "eth0")
         call("ip", "-n", host, "link", "set", "eth0", "up")
         return host
+
+    def port(self, host):
+        """The node's end of a host's cable."""
+        return f"port{self.names.index(host)}"
+
+    def enter_node(self):
+        """Brings this process, with all that it starts from now on, to the node. Call it before there are threads."""
+        with open(f"/run/netns/{self.node}", "rb") as node:
+            if ctypes.CDLL(None, use_errno=True).setns(node.fileno(), 0) != 0:
+                raise OSError(ctypes.get_errno(), "setns")
 
     def call_it(self, name, address):
         """Gives an address a name, in place of the one that it had."""

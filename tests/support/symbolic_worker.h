@@ -51,8 +51,11 @@ class SymbolicWorker {
   v1::TierReport TakeTierReport(Disk how, uint64_t random = 0);
   // The process starts anew on the disk of another; what it reports when it joins.
   v1::TierReport TakeOverDisk(const SymbolicWorker& other);
-  // The next reads of the disk fail.
-  void FailReads(int64_t n) { failing_reads_ = n; }
+  // The next `n` reads of the disk fail, after `sound` that do not.
+  void FailReads(int64_t n, int64_t sound = 0) {
+    failing_reads_ = n;
+    sound_reads_ = sound;
+  }
   int64_t num_stored() const { return static_cast<int64_t>(stored_.size()); }
   int64_t reads() const { return reads_done_; }
 
@@ -140,6 +143,7 @@ class SymbolicWorker {
   std::map<std::string, Stored> writes_;  // not yet there
   std::vector<uint64_t> restores_;        // ids of blocks that are being read
   int64_t failing_reads_ = 0;
+  int64_t sound_reads_ = 0;
   int64_t reads_done_ = 0;
 };
 

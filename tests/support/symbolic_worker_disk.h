@@ -90,8 +90,10 @@ inline v1::TierReport SymbolicWorker::TakeTierReport(Disk how, uint64_t random) 
     if (how == Disk::kSome && chance(2)) {
       later.push_back(id);
     } else {
-      const bool fails = failing_reads_ > 0 || (how == Disk::kSome && chance(8));
-      failing_reads_ = std::max<int64_t>(0, failing_reads_ - 1);
+      const bool is_sound = sound_reads_ > 0;
+      const bool fails = (!is_sound && failing_reads_ > 0) || (how == Disk::kSome && chance(8));
+      int64_t& left = is_sound ? sound_reads_ : failing_reads_;
+      left = std::max<int64_t>(0, left - 1);
       EndRead(id, fails, report);
     }
   }

@@ -23,6 +23,12 @@ def write_secret(folder, name, mode=0o600):
     return path
 
 
+def workers_of(service):
+    """Returns the process ids of a server's local workers, by rank."""
+    listed = subprocess.run(["pgrep", "-P", str(service.process.pid)], capture_output=True, text=True, check=True)
+    return [int(pid) for pid in listed.stdout.split()]
+
+
 class Worker:
     """A kvasir-worker on free ports of loopback. Its log lies in `folder`."""
 

@@ -18,10 +18,13 @@ namespace {
 struct Version {
   absl::string_view folder;  // of the root group
   absl::string_view limit;
-  absl::string_view used;  // line of memory.stat: memory that cannot be reclaimed
+  // Lines of memory.stat: memory that cannot be reclaimed, of processes and in shared memory.
+  absl::string_view used;
+  absl::string_view shared;
 };
-constexpr Version kFirst = {"/sys/fs/cgroup/memory", "memory.limit_in_bytes", "total_rss"};
-constexpr Version kSecond = {"/sys/fs/cgroup", "memory.max", "anon"};
+constexpr Version kFirst = {"/sys/fs/cgroup/memory", "memory.limit_in_bytes", "total_rss",
+                            "total_shmem"};
+constexpr Version kSecond = {"/sys/fs/cgroup", "memory.max", "anon", "shmem"};
 
 // Reads the only number of a file, or the one after `name` in one of its lines, without its unit.
 std::optional<int64_t> ReadNumber(const std::string& path, absl::string_view name) {
@@ -46,17 +49,20 @@ struct Group {
 std::vector<Group> LimitedGroups(const std::string& root) {
   std::vector<Group> limited;
   std::ifstream groups(absl::StrCat(root, "/proc/self/cgroup"));
-  for (std::string line; std::getline(groups, line);) {
-    const std::vector<std::string> parts = absl::StrSplit(line, absl::MaxSplits(':', 2));
+  for (std::string entry; std::getline(groups, entry);) {
+    const std::vector<std::string> parts = absl::StrSplit(entry, absl::MaxSplits(':', 2));
     if (parts.size() != 3 || (!parts[1].empty() && parts[1] != "memory")) continue;
     const Version& version = parts[1].empty() ? kSecond : kFirst;
     for (std::string path = parts[2];; path.resize(path.rfind('/'))) {
       if (absl::EndsWith(path, "/")) path.pop_back();
       const std::string folder = absl::StrCat(root, version.folder, path);
       if (const auto limit = ReadNumber(absl::StrCat(folder, "/", version.limit), "")) {
-        const auto used =
-            ReadNumber(absl::StrCat(folder, "/memory.stat"), absl::StrCat(version.used, " "));
-        limited.push_back({.folder = folder, .limit = *limit, .used = used.value_or(0)});
+        const auto stat = [&](absl::string_view line) {
+          return ReadNumber(absl::StrCat(folder, "/memory.stat"), absl::StrCat(line, " "))
+              .value_or(0);
+        };
+        limited.push_back(
+            {.folder = folder, .limit = *limit, .used = stat(version.used) + stat(version.shared)});
       }
       if (path.empty()) break;
     }

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <iterator>
-#include <limits>
 #include <optional>
 #include <set>
 #include <utility>
@@ -81,8 +79,7 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
     streaming.mutable_streaming();
     KVASIR_ASSIGN_OR_RETURN(of_windows, selectors_.Add(streaming, model_.options()));
   }
-  KVASIR_RETURN_IF_ERROR(
-      model_.backend().CheckPolicies(options_.policies, model_.options().shard.num_ranks));
+  KVASIR_RETURN_IF_ERROR(model_.backend().CheckPolicies(options_.policies, model_.options()));
   KVASIR_RETURN_IF_ERROR(selectors_.Prepare(model_.backend()));
   if (!windows.empty()) windows_ = {.tokens = windows, .served = &selectors_.at(of_windows)};
   const auto enter = [this](absl::string_view stage) {
@@ -104,7 +101,9 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
                    .host_bytes = sizes.host,
                    .num_slots = options_.max_num_seqs,
                    .max_blocks_per_slot = (max_model_len + kPageTokens - 1) / kPageTokens,
-                   .key_codes = AnyNeedsKeyCodes()},
+                   .key_codes = AnyNeedsKeyCodes(),
+                   .memory = options_.memory,
+                   .owner = absl::StrCat("rank ", collective_.rank(), " of ", collective_.size())},
                   std::move(below), [this](const kvstore::ResidencyOptions& options) {
                     return model_.backend().MakeResidency(options);
                   }));
@@ -115,21 +114,13 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
 // Memory is measured after everything else has been taken, and the least of any rank counts.
 absl::StatusOr<KvSizes> Engine::SizeTiers() {
   if (options_.kv.device != 0 && options_.kv.host != 0) return options_.kv;
-  constexpr double kMiB = 1 << 20;
   KVASIR_ASSIGN_OR_RETURN(const std::optional<int64_t> device,
                           model_.backend().DeviceMemoryLeft(options_.gpu_memory_utilization));
-  const float mine[] = {static_cast<float>(static_cast<double>(HostMemoryLeft()) / kMiB),
-                        static_cast<float>(static_cast<double>(device.value_or(0)) / kMiB)};
-  std::vector<float> all(std::size(mine) * static_cast<size_t>(collective_.size()));
-  KVASIR_RETURN_IF_ERROR(collective_.AllGather(mine, absl::MakeSpan(all)));
-  MemoryLeft left = {.host = std::numeric_limits<int64_t>::max(), .device = device};
-  for (size_t i = 0; i < all.size(); i += std::size(mine)) {
-    const auto bytes = [&](size_t j) {
-      return static_cast<int64_t>(static_cast<double>(all[i + j]) * kMiB);
-    };
-    left.host = std::min(left.host, bytes(0));
-    if (left.device.has_value()) left.device = std::min(*left.device, bytes(1));
-  }
+  // Memory that the host tier has kept from an earlier group is left for it.
+  const int64_t kept = options_.memory == nullptr ? 0 : options_.memory->held_bytes();
+  KVASIR_ASSIGN_OR_RETURN(
+      const MemoryLeft left,
+      LeastMemoryLeft({.host = HostMemoryLeft() + kept, .device = device}, collective_));
   const int64_t max_blocks = (model_.options().max_model_len + kPageTokens - 1) / kPageTokens;
   return ChooseKvSizes(
       {.given = options_.kv,

@@ -52,6 +52,8 @@ struct EngineOptions {
   std::string kv_form = {};
   std::vector<v1::SparsityPolicy> policies;
   double mass_sample_rate = 0;
+  // Memory of the host tier, which outlives the engine; null: its own.
+  kvstore::HostMemory* memory = nullptr;
   // Called by Create with the name of the stage that begins. May be empty.
   std::function<void(absl::string_view stage)> on_stage = {};
 };

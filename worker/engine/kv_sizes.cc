@@ -1,6 +1,13 @@
 #include "worker/engine/kv_sizes.h"
 
 #include <algorithm>
+#include <iterator>
+#include <limits>
+#include <vector>
+
+#include "absl/types/span.h"
+
+#include "kernels/base/status_macros.h"
 
 namespace kvasir::worker {
 namespace {
@@ -11,6 +18,25 @@ constexpr int64_t kHostParts = 2;
 constexpr int64_t kDeviceParts = 5;
 
 }  // namespace
+
+absl::StatusOr<MemoryLeft> LeastMemoryLeft(const MemoryLeft& mine, Collective& collective) {
+  constexpr double kMiB = 1 << 20;
+  const auto to_mib = [](int64_t bytes) {
+    return static_cast<float>(static_cast<double>(bytes) / kMiB);
+  };
+  const float sent[] = {to_mib(mine.host), to_mib(mine.device.value_or(0))};
+  std::vector<float> all(std::size(sent) * static_cast<size_t>(collective.size()));
+  KVASIR_RETURN_IF_ERROR(collective.AllGather(sent, absl::MakeSpan(all)));
+  MemoryLeft left = {.host = std::numeric_limits<int64_t>::max(), .device = mine.device};
+  for (size_t i = 0; i < all.size(); i += std::size(sent)) {
+    const auto bytes = [&](size_t j) {
+      return static_cast<int64_t>(static_cast<double>(all[i + j]) * kMiB);
+    };
+    left.host = std::min(left.host, bytes(0));
+    if (left.device.has_value()) left.device = std::min(*left.device, bytes(1));
+  }
+  return left;
+}
 
 KvSizes ChooseKvSizes(const KvSizeOptions& options, const MemoryLeft& left) {
   const int64_t share = left.host / kHostParts / options.ranks_on_machine;

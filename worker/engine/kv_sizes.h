@@ -5,6 +5,10 @@
 #include <cstdint>
 #include <optional>
 
+#include "absl/status/statusor.h"
+
+#include "worker/parallel/collective.h"
+
 namespace kvasir::worker {
 
 // Bytes. 0 in an argument: open.
@@ -18,6 +22,9 @@ struct MemoryLeft {
   int64_t host = 0;               // shared by the ranks of the machine (backend/memory_limit.h)
   std::optional<int64_t> device;  // of this rank's own device; none: both tiers lie in host memory
 };
+
+// Returns the least that any rank has. All ranks call it together.
+absl::StatusOr<MemoryLeft> LeastMemoryLeft(const MemoryLeft& mine, Collective& collective);
 
 struct KvSizeOptions {
   KvSizes given;

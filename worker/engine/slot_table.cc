@@ -140,7 +140,10 @@ absl::Status SlotTable::Seal(const v1::BlockSeal& seal) {
   }
   kvstore::PrefixHash hash;
   KVASIR_RETURN_IF_ERROR(ParseHash(seal.block_id(), seal.prefix_hash(), hash));
-  KVASIR_RETURN_IF_ERROR(FromStore(store_.Seal(open->first, hash)));
+  const auto tokens = absl::MakeConstSpan(sequence.tokens)
+                          .subspan(static_cast<size_t>(open->second.index * kPageTokens),
+                                   static_cast<size_t>(kPageTokens));
+  KVASIR_RETURN_IF_ERROR(FromStore(store_.Seal(open->first, hash, tokens)));
   open_blocks_.erase(open);
   return absl::OkStatus();
 }

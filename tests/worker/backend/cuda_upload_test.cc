@@ -8,14 +8,13 @@
 
 #include "absl/strings/str_cat.h"
 
+#include "kvstore/tiers/host_memory.h"
 #include "worker/backend/cuda/pinned_region.h"
 #include "worker/make_backend.h"
 #include "worker/thread_pool.h"
 
 namespace kvasir::worker {
 namespace {
-
-constexpr int64_t kPartBytes = int64_t{1} << 20;
 
 class CudaUploadTest : public testing::Test {
  protected:
@@ -67,22 +66,45 @@ TEST_F(CudaUploadTest, NoPiecesAreNoError) {
   EXPECT_TRUE(backend_->FillPieces({}, WritePiece()).ok());
 }
 
-TEST_F(CudaUploadTest, EveryPartOfAPinnedRegionComes) {
-  const auto region = PinnedRegion::Take(kPartBytes, 700, "--flag").value();
+// Memory of the host tier, with a byte in its last part as an earlier process may have left it.
+class PinnedRegionTest : public testing::Test {
+ protected:
+  static constexpr int64_t kParts = 700;
+
+  std::unique_ptr<PinnedRegion> Pin() {
+    return PinnedRegion::Over(*memory_, format_.extent_bytes(), kParts, "--flag").value();
+  }
+
+  const kvstore::ExtentFormat format_ =
+      kvstore::ExtentFormat::Create({.layout = {.num_layers = 16,
+                                                .num_kv_heads = 4,
+                                                .head_dim = 64,
+                                                .dtype = kernels::DType::kBFloat16}})
+          .value();
+  const std::unique_ptr<kvstore::HostMemory> memory_ = kvstore::HostMemory::Open("").value();
+};
+
+TEST_F(PinnedRegionTest, EveryPartComesAsItIs) {
+  ASSERT_TRUE(memory_->Fit(format_, "", kParts).ok());
+  ASSERT_TRUE(memory_->Reserve(kParts - 1).ok());
+  std::byte* const last = memory_->extents() + kParts * format_.extent_bytes() - 1;
+  *last = std::byte{7};
+  const auto region = Pin();
   ASSERT_TRUE(region->Start().ok());
-  for (int64_t part = 0; part < 700; ++part) {
+  for (int64_t part = 0; part < kParts; ++part) {
     ASSERT_TRUE(region->Await(part).ok());
-    std::byte* const host = region->data() + part * kPartBytes;
+    std::byte* const host = region->data() + part * format_.extent_bytes();
     void* device = nullptr;
     ASSERT_EQ(cudaHostGetDevicePointer(&device, host, 0), cudaSuccess);
     EXPECT_EQ(device, host);
-    EXPECT_EQ(host[kPartBytes - 1], std::byte{0});
+    EXPECT_EQ(host[0], std::byte{0});
   }
+  EXPECT_EQ(*last, std::byte{7});
 }
 
-TEST_F(CudaUploadTest, ARegionMayGoWhileItIsPinned) {
-  const auto region = PinnedRegion::Take(kPartBytes, 4000, "--flag").value();
-  EXPECT_TRUE(region->Start().ok());
+TEST_F(PinnedRegionTest, ARegionMayGoWhileItIsPinned) {
+  ASSERT_TRUE(memory_->Fit(format_, "", kParts).ok());
+  EXPECT_TRUE(Pin()->Start().ok());
 }
 
 }  // namespace

@@ -67,9 +67,9 @@ absl::StatusOr<std::unique_ptr<CudaResidency>> CudaResidency::Make(
     const kvstore::ResidencyOptions& options, const CudaStream& stream,
     kernels::Executor& executor) {
   KVASIR_RETURN_IF_ERROR(CheckResidencyShape(ShapeOf(options)));
-  KVASIR_ASSIGN_OR_RETURN(
-      std::unique_ptr<PinnedRegion> extents,
-      PinnedRegion::Take(options.format.extent_bytes(), options.num_extents, "--kv-host-size-gb"));
+  KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<PinnedRegion> extents,
+                          PinnedRegion::Over(options.memory, options.format.extent_bytes(),
+                                             options.num_extents, "--kv-host-size-gb"));
   std::unique_ptr<CudaResidency> residency(
       new CudaResidency(options, stream, executor, std::move(extents)));
   KVASIR_RETURN_IF_ERROR(residency->TakeMemory(options));
@@ -87,8 +87,7 @@ CudaResidency::CudaResidency(const kvstore::ResidencyOptions& options, const Cud
       stream_(stream),
       executor_(executor),
       extents_(std::move(extents)),
-      host_(kvstore::HostSlab::Over(options.format, options.num_extents, options.freed_memory,
-                                    extents_->data())),
+      host_(options.format, options.num_extents, options.freed_memory, extents_->data()),
       extent_states_(static_cast<size_t>(options.num_extents), ExtentState::kNone),
       copies_(extent_states_.size()),
       bindings_(extent_states_.size()),

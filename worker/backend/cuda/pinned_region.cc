@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cuda_runtime_api.h>
-#include <sys/mman.h>
 #include <thread>
 
 #include "absl/strings/str_cat.h"
@@ -28,26 +27,20 @@ constexpr int64_t kMostThreads = 4;
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<PinnedRegion>> PinnedRegion::Take(int64_t part_bytes,
+absl::StatusOr<std::unique_ptr<PinnedRegion>> PinnedRegion::Over(kvstore::HostMemory& memory,
+                                                                 int64_t part_bytes,
                                                                  int64_t num_parts,
                                                                  absl::string_view flag) {
   KVASIR_CHECK(part_bytes > 0 && part_bytes % kMemoryPageBytes == 0 && num_parts > 0);
-  const int64_t bytes = num_parts * part_bytes;
-  KVASIR_RETURN_IF_ERROR(CheckMemoryLimit(bytes, flag));
-  void* const memory = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
-                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("no address space for ", bytes, " bytes of host memory; lower ", flag));
-  }
-  madvise(memory, static_cast<size_t>(bytes), MADV_HUGEPAGE);  // only a hint
-  return std::unique_ptr<PinnedRegion>(
-      new PinnedRegion(static_cast<std::byte*>(memory), part_bytes, num_parts));
+  KVASIR_RETURN_IF_ERROR(CheckMemoryLimit(num_parts * part_bytes - memory.held_bytes(), flag));
+  return std::unique_ptr<PinnedRegion>(new PinnedRegion(memory, part_bytes, num_parts));
 }
 
 // Pieces are whole parts: the driver copies nothing from one piece to the next.
-PinnedRegion::PinnedRegion(std::byte* data, int64_t part_bytes, int64_t num_parts)
-    : data_(data),
+PinnedRegion::PinnedRegion(kvstore::HostMemory& memory, int64_t part_bytes, int64_t num_parts)
+    : memory_(memory),
+      data_(memory.extents()),
+      num_parts_(num_parts),
       size_bytes_(num_parts * part_bytes),
       parts_per_piece_(std::max<int64_t>(1, kPieceBytes / part_bytes)),
       piece_bytes_(parts_per_piece_ * part_bytes),
@@ -78,7 +71,10 @@ void PinnedRegion::PinPieces(int device) {
 absl::Status PinnedRegion::PinPiece(int64_t piece) {
   std::byte* const begin = begin_of(piece);
   const int64_t bytes = std::min(piece_bytes_, size_bytes_ - piece * piece_bytes_);
-  for (int64_t at = 0; at < bytes; at += kMemoryPageBytes) begin[at] = std::byte{0};
+  const int64_t first = piece * parts_per_piece_;
+  for (int64_t part = first; part < std::min(first + parts_per_piece_, num_parts_); ++part) {
+    KVASIR_RETURN_IF_ERROR(memory_.Reserve(part));
+  }
   MutexLock lock(driver_mu_);
   const auto started = std::chrono::steady_clock::now();
   const cudaError_t error = cudaHostRegister(begin, static_cast<size_t>(bytes),
@@ -125,7 +121,6 @@ PinnedRegion::~PinnedRegion() {
   for (size_t piece = 0; piece < pieces_.size(); ++piece) {
     if (pieces_[piece] == Piece::kPinned) cudaHostUnregister(begin_of(static_cast<int64_t>(piece)));
   }
-  munmap(data_, static_cast<size_t>(size_bytes_));
 }
 
 }  // namespace kvasir::worker

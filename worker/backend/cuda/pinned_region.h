@@ -1,8 +1,9 @@
-// A large piece of host memory that the device reads and writes in place, at the host's address:
-// the host tier of the KV. Its own threads pin it piece by piece, from first to last: the system
-// must hand out and zero every page first, which takes seconds for tens of gigabytes. A worker
-// serves from the first pieces while the others are still being pinned. Zeroed, and freed by the
-// destructor. Only in builds with CUDA. Await may be called on any thread.
+// Pins a large piece of host memory, so that the device reads and writes it in place, at the host's
+// address: the host tier of the KV (kvstore/tiers/host_memory.h). Its own threads pin it piece by
+// piece, from first to last: the system must hand out and zero every page first, which takes
+// seconds for tens of gigabytes. A worker serves from the first pieces while the others are still
+// being pinned. What the memory holds stays as it is. Only in builds with CUDA. Await may be called
+// on any thread.
 #pragma once
 
 #include <cstddef>
@@ -16,16 +17,18 @@
 #include "absl/strings/string_view.h"
 
 #include "kernels/base/mutex.h"
+#include "kvstore/tiers/host_memory.h"
 
 namespace kvasir::worker {
 
 class PinnedRegion {
  public:
-  // Takes `num_parts` consecutive parts, aligned to a page of memory; their size must be a multiple
-  // of it. A copy by the driver may lie in one part, not in several. Nothing is pinned yet.
+  // The memory is `num_parts` extents of `part_bytes`, a multiple of a page of memory, and outlives
+  // this. A copy by the driver may lie in one part, not in several. Nothing is pinned yet.
   // RESOURCE_EXHAUSTED when there is no room: the limits of the process's control groups are
   // checked before anything is taken, and the message names `flag` as the one to lower.
-  static absl::StatusOr<std::unique_ptr<PinnedRegion>> Take(int64_t part_bytes, int64_t num_parts,
+  static absl::StatusOr<std::unique_ptr<PinnedRegion>> Over(kvstore::HostMemory& memory,
+                                                            int64_t part_bytes, int64_t num_parts,
                                                             absl::string_view flag);
   PinnedRegion(const PinnedRegion&) = delete;
   PinnedRegion& operator=(const PinnedRegion&) = delete;
@@ -45,7 +48,7 @@ class PinnedRegion {
  private:
   enum class Piece : uint8_t { kWaits, kPinned, kFailed };
 
-  PinnedRegion(std::byte* data, int64_t part_bytes, int64_t num_parts);
+  PinnedRegion(kvstore::HostMemory& memory, int64_t part_bytes, int64_t num_parts);
 
   std::byte* begin_of(int64_t piece) const { return data_ + piece * piece_bytes_; }
   // Pins pieces until all have been begun.
@@ -55,7 +58,9 @@ class PinnedRegion {
   void EndPiece(int64_t piece, const absl::Status& status) EXCLUDES(mu_);
 
   // Constant after construction.
+  kvstore::HostMemory& memory_;
   std::byte* const data_;
+  const int64_t num_parts_;
   const int64_t size_bytes_;
   const int64_t parts_per_piece_;
   const int64_t piece_bytes_;  // of all pieces except the last

@@ -1,0 +1,132 @@
+#include "kvstore/adopted_blocks.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "kernels/base/status_macros.h"
+
+namespace kvasir::kvstore {
+
+using kernels::MutexLock;
+
+AdoptedBlocks::AdoptedBlocks(const ExtentFormat& format, const HostMemory& memory, HostSlab& host)
+    : format_(format), host_(host) {
+  host_.TakeWhere([&](int64_t extent) {
+    if (!memory.WasTouched(extent) || !ExtentFormat::HasHeader(host_.extent(extent))) return false;
+    if (Adopt(extent)) {
+      ++stats_.found;
+      return true;
+    }
+    ExtentFormat::RemoveHeader(host_.extent(extent));
+    return false;
+  });
+}
+
+AdoptedBlocks::~AdoptedBlocks() {
+  {
+    MutexLock lock(mu_);
+    stopping_ = true;
+    changed_.NotifyAll();
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+bool AdoptedBlocks::Adopt(int64_t extent) {
+  const absl::StatusOr<BlockIdentity> block = format_.ReadHeader(host_.extent(extent));
+  if (!block.ok()) {
+    ++stats_.torn;
+    return false;
+  }
+  next_generation_ = std::max(next_generation_, block->generation + 1);
+  // One of two equal blocks is enough. Generations are unique, unless memory is damaged.
+  if (by_hash_.contains(block->hash) || by_generation_.contains(block->generation)) return false;
+  by_generation_[block->generation] = block->hash;
+  by_hash_[block->hash] = {.extent = extent, .block = *block};
+  return true;
+}
+
+std::vector<StoredBlock> AdoptedBlocks::Inventory() const {
+  std::vector<StoredBlock> blocks;
+  for (const auto& [hash, adopted] : by_hash_) {
+    blocks.push_back({.hash = hash, .tokens = adopted.block.tokens});
+  }
+  return blocks;
+}
+
+AdoptedBlocks::Adopted AdoptedBlocks::Remove(const PrefixHash& hash) {
+  const auto it = by_hash_.find(hash);
+  KVASIR_CHECK(it != by_hash_.end());
+  Adopted adopted = std::move(it->second);
+  by_hash_.erase(it);
+  by_generation_.erase(adopted.block.generation);
+  return adopted;
+}
+
+std::optional<PrefixHash> AdoptedBlocks::EvictOne() {
+  if (by_generation_.empty()) return std::nullopt;
+  const PrefixHash hash = by_generation_.begin()->second;
+  host_.Free(Remove(hash).extent);
+  ++stats_.evicted;
+  return hash;
+}
+
+bool AdoptedBlocks::Drop(const PrefixHash& hash) {
+  if (!Holds(hash)) return false;
+  host_.Free(Remove(hash).extent);
+  return true;
+}
+
+std::optional<BlockIdentity> AdoptedBlocks::TakeBack(int64_t extent) {
+  const absl::StatusOr<BlockIdentity> block = format_.ReadHeader(host_.extent(extent));
+  if (!block.ok() || !Adopt(extent)) {
+    host_.Free(extent);
+    return std::nullopt;
+  }
+  return *block;
+}
+
+int64_t AdoptedBlocks::BeginVerify(const PrefixHash& hash) {
+  Adopted adopted = Remove(hash);
+  const int64_t extent = adopted.extent;
+  ++num_verifying_;
+  MutexLock lock(mu_);
+  to_verify_.push_back(std::move(adopted));
+  if (!thread_.joinable()) thread_ = std::thread([this] { VerifyAll(); });
+  changed_.NotifyAll();
+  return extent;
+}
+
+void AdoptedBlocks::VerifyAll() {
+  for (;;) {
+    Adopted next;
+    {
+      MutexLock lock(mu_);
+      while (to_verify_.empty() && !stopping_) changed_.Wait(mu_);
+      if (stopping_) return;
+      next = std::move(to_verify_.front());
+      to_verify_.pop_front();
+    }
+    const absl::Status status = format_.Verify(next.block, host_.extent(next.extent));
+    MutexLock lock(mu_);
+    verified_.push_back({.extent = next.extent, .block = next.block, .status = status});
+    changed_.NotifyAll();
+  }
+}
+
+std::vector<AdoptedBlocks::Verified> AdoptedBlocks::TakeVerified() {
+  std::vector<Verified> verified;
+  {
+    MutexLock lock(mu_);
+    verified = std::exchange(verified_, {});
+  }
+  num_verifying_ -= std::ssize(verified);
+  for (const Verified& block : verified) stats_.damaged += block.status.ok() ? 0 : 1;
+  return verified;
+}
+
+void AdoptedBlocks::AwaitVerified() {
+  MutexLock lock(mu_);
+  while (std::ssize(verified_) < num_verifying_) changed_.Wait(mu_);
+}
+
+}  // namespace kvasir::kvstore
