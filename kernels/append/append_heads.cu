@@ -2,13 +2,15 @@
 // takes the page's first query tile, and after it, in order, the other tiles with tokens for that
 // page (decode rows of one sequence). Each thread has one element of the head. It reads, stores and
 // bounds the element token by token, as the CPU does. Warps then make the codes from the cached
-// keys, one token each. The other CTAs prepare query heads, one a warp.
+// keys, one token each. The other CTAs prepare query heads, one a warp. For quantized KV a warp
+// codes a token at a time (append_heads_codes.cuh).
 //
 // That form suits one token a tile. For prompts in bfloat16, a thread has sixteen bytes of each
 // half of a head, and the threads of a CTA work on different tokens at once. The bounds of their
 // parts are merged in the order of tokens. Compiled without fused multiply-add, so that all bytes
 // equal the CPU's.
 #include "kernels/append/append_heads.cuh"
+#include "kernels/append/append_heads_codes.cuh"
 #include "kernels/append/append_heads_launch.h"
 #include "kernels/append/append_heads_prompt.cuh"
 #include "kernels/base/head_dim.h"
@@ -78,8 +80,13 @@ __global__ void AppendHeadsKernel(const __grid_constant__ AppendHeadsLaunch p) {
   const int64_t pages = p.num_tiles * kv_heads;
   if (blockIdx.x < pages) {
     const int64_t head = blockIdx.x % kv_heads;
-    ForTilesOfPage(p, blockIdx.x / kv_heads, head,
-                   [&](const QueryTile& tile) { AppendTile<Activation, Kv>(p, tile, head); });
+    ForTilesOfPage(p, blockIdx.x / kv_heads, head, [&](const QueryTile& tile) {
+      if constexpr (std::is_same_v<Kv, Codes>) {
+        AppendCodes<Activation>(p, tile, head);
+      } else {
+        AppendTile<Activation, Kv>(p, tile, head);
+      }
+    });
     return;
   }
   const int64_t item =
@@ -98,7 +105,9 @@ cudaError_t LaunchPrompt(const AppendHeadsLaunch& p, cudaStream_t stream) {
 
 template <typename Activation, typename Kv>
 cudaError_t Launch(const AppendHeadsLaunch& p, cudaStream_t stream) {
-  const int64_t warps = (p.kv.layout.head_dim + kWarpThreads - 1) / kWarpThreads;
+  const int64_t warps = std::is_same_v<Kv, Codes>
+                            ? kCodingThreads / kWarpThreads
+                            : (p.kv.layout.head_dim + kWarpThreads - 1) / kWarpThreads;
   const int64_t query_tiles = (p.num_tokens * p.num_heads + warps - 1) / warps;
   const auto blocks = static_cast<unsigned>(p.num_tiles * p.kv.layout.num_kv_heads + query_tiles);
   return LaunchOverlapped(AppendHeadsKernel<Activation, Kv>, blocks,
@@ -112,6 +121,10 @@ cudaError_t LaunchAppendHeads(const AppendHeadsLaunch& p, const AppendHeadsPlan&
   if (plan.kernel == AppendHeadsPlan::Kernel::kPrompt) {
     return ForHeadDim(plan.shape.head_dim,
                       [&]<int kHeadDim>() { return LaunchPrompt<kHeadDim>(p, stream); });
+  }
+  if (IsQuantized(p.kv.layout.dtype)) {
+    return p.dtype == DType::kFloat32 ? Launch<float, Codes>(p, stream)
+                                      : Launch<BFloat16, Codes>(p, stream);
   }
   const bool wide_kv = p.kv.layout.dtype == DType::kFloat32;
   if (p.dtype == DType::kFloat32) {

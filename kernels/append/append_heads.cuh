@@ -124,7 +124,9 @@ __device__ void EncodeKeys(const AppendHeadsLaunch& p, const QueryTile& tile, in
   const std::byte* codes =
       p.kv.KeyCodes(tile.slot, tile.first_position / kPageTokens, p.layer, head);
   for (int64_t r = threadIdx.x / kWarpThreads; r < tile.num_rows; r += num_warps) {
-    EncodeKey<Kv>(layout, to.keys + r * layout.head_dim, TokenCodes(layout, codes, to.offset + r));
+    const Kv* const key = to.keys + r * layout.head_dim;
+    EncodeKey(
+        layout, [&](int64_t i) { return key[i]; }, TokenCodes(layout, codes, to.offset + r));
   }
 }
 

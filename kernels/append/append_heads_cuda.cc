@@ -21,7 +21,7 @@ absl::Status AppendHeads(const AppendHeadsParams& p, const RopeAngles* angles,
         .Match("sin", angles->sin, {"tokens", half_dim}, DType::kFloat32);
   }
   check.Require(p.kv.layout.head_dim <= kMaxCudaHeadDim, "head_dim must be at most 256")
-      .Require(IsFloat32OrBFloat16(p.kv.layout.dtype), "the KV must be float32 or bfloat16")
+      .Require(IsKvDType(p.kv.layout.dtype), "the KV must be float32, bfloat16, fp8_e4m3 or int8")
       .Require(std::ssize(faults) == p.kv.num_slots, "faults must be [num_slots]");
   KVASIR_RETURN_IF_ERROR(check.status());
   KVASIR_RETURN_IF_ERROR(RequireDeviceMemory("append_heads", {h.qkv, h.q_norm, h.k_norm, h.q}));

@@ -5,6 +5,7 @@
 #include "kernels/base/shape_check.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/base/warp.cuh"
+#include "kernels/paged/page_elements.cuh"
 
 namespace kvasir::kernels {
 namespace {
@@ -18,7 +19,8 @@ struct BoundsLaunch {
   uint8_t* faults;  // [num_slots]
 };
 
-template <typename Kv>
+// `Keys` reads the elements of a page's keys (kernels/paged/page_elements.cuh).
+template <typename Keys>
 __global__ void RebuildBoundsKernel(const __grid_constant__ BoundsLaunch p) {
   const KvLayout& layout = p.kv.layout;
   const int64_t pages = layout.pages_per_block();
@@ -32,11 +34,12 @@ __global__ void RebuildBoundsKernel(const __grid_constant__ BoundsLaunch p) {
   }
   const int64_t i = threadIdx.x;
   if (i >= layout.head_dim) return;
-  const Kv* key = reinterpret_cast<const Kv*>(page.page()) + i;
+  using Kv = typename Keys::Element;
+  const Keys stored(layout, page.page());
   Kv min = Kv(INFINITY);
   Kv max = Kv(-INFINITY);
   for (int64_t t = 0; t < keys.num_tokens; ++t) {
-    const Kv element = key[t * layout.head_dim];
+    const Kv element = stored.At(t, i);
     // Comparisons with NaN are false: a NaN key changes nothing.
     min = static_cast<float>(element) < static_cast<float>(min) ? element : min;
     max = static_cast<float>(element) > static_cast<float>(max) ? element : max;
@@ -50,10 +53,10 @@ cudaError_t Launch(const BoundsLaunch& p, cudaStream_t stream) {
   const int64_t d = p.kv.layout.head_dim;
   const auto threads = static_cast<unsigned>((d + kWarpThreads - 1) / kWarpThreads * kWarpThreads);
   const auto blocks = static_cast<unsigned>(p.num_blocks * p.kv.layout.pages_per_block());
-  p.kv.layout.dtype == DType::kFloat32
-      ? RebuildBoundsKernel<float><<<blocks, threads, 0, stream>>>(p)
-      : RebuildBoundsKernel<BFloat16><<<blocks, threads, 0, stream>>>(p);
-  return cudaGetLastError();
+  return ForKeys(p.kv.layout.dtype, [&]<typename Keys>() {
+    RebuildBoundsKernel<Keys><<<blocks, threads, 0, stream>>>(p);
+    return cudaGetLastError();
+  });
 }
 
 }  // namespace

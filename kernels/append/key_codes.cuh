@@ -8,10 +8,11 @@
 
 namespace kvasir::kernels {
 
-// Called by one warp. Lane w has the elements of word w. Among equal elements the first is the
-// least, because zeros differ in sign: neighbours are compared first and the left one is kept.
-template <typename Kv>
-__device__ void EncodeKey(const KvLayout& layout, const Kv* key, const TokenCodes& to) {
+// Codes the key whose element i is at(i). Called by one warp. Lane w has the elements of word w.
+// Among equal elements the first is the least, because zeros differ in sign: neighbours are
+// compared first and the left one is kept.
+template <typename At>
+__device__ void EncodeKey(const KvLayout& layout, const At& at, const TokenCodes& to) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
   const int64_t begin = lane * kWordCodes;
   const int64_t end = min(begin + kWordCodes, layout.head_dim);
@@ -19,7 +20,7 @@ __device__ void EncodeKey(const KvLayout& layout, const Kv* key, const TokenCode
   float greatest = -INFINITY;
   bool has_nan = false;
   for (int64_t i = begin; i < end; ++i) {
-    const float element = CodedElement(static_cast<float>(key[i]));
+    const float element = CodedElement(static_cast<float>(at(i)));
     least = element < least ? element : least;
     greatest = greatest < element ? element : greatest;
     has_nan |= isnan(element) != 0;
@@ -42,7 +43,7 @@ __device__ void EncodeKey(const KvLayout& layout, const Kv* key, const TokenCode
   const float zero = static_cast<float>(grid.zero);
   uint32_t word = 0;
   for (int64_t i = begin; i < end && scale != 0; ++i) {
-    word |= EncodeElement(static_cast<float>(key[i]), i, scale, zero);
+    word |= EncodeElement(static_cast<float>(at(i)), i, scale, zero);
   }
   to.words[lane] = word;
 }

@@ -10,15 +10,14 @@
 namespace kvasir::kernels {
 namespace {
 
-constexpr int64_t kMaxGroup = 8;
-
 absl::StatusOr<int64_t> CheckedGroup(const CudaAttendParams& p) {
   const KvLayout& layout = p.kv.layout;
   const int64_t rows = static_cast<int64_t>(p.tiles.size()) * layout.num_kv_heads;
   ShapeCheck check("attend on the GPU");
   check.Match("q", p.q, {"tokens", "heads", layout.head_dim}, DType::kBFloat16)
       .Match("out", p.out, {"tokens", "heads", layout.head_dim}, DType::kBFloat16)
-      .Require(layout.dtype == DType::kBFloat16, "the KV must be bfloat16")
+      .Require(layout.element_dtype() == DType::kBFloat16,
+               "the KV must be bfloat16, fp8_e4m3 or int8")
       .Require(!p.grouped.on() || (p.device_rope.on() && p.grouped.window > 0),
                "grouped positions need device_rope, and a window of at least 1")
       .Require(p.window_tokens == 0 || (p.window_tokens > 0 && !p.grouped.on()),
@@ -33,8 +32,8 @@ absl::StatusOr<int64_t> CheckedGroup(const CudaAttendParams& p) {
   if (!p.lse.empty()) check.Match("lse", p.lse, {"tokens", "heads"}, DType::kFloat32);
   KVASIR_RETURN_IF_ERROR(check.status());
   const int64_t group = layout.num_kv_heads > 0 ? check.dim("heads") / layout.num_kv_heads : 0;
-  check.Require(group >= 1 && group <= kMaxGroup && check.dim("heads") % layout.num_kv_heads == 0,
-                "the query heads must be 1 to 8 times the KV heads");
+  check.Require(group >= 1 && check.dim("heads") % layout.num_kv_heads == 0,
+                "the query heads must be a multiple of the KV heads");
   KVASIR_RETURN_IF_ERROR(check.status());
   return group;
 }
@@ -47,6 +46,7 @@ absl::StatusOr<AttendLaunch> MakeAttendLaunch(const CudaAttendParams& p) {
                       .out = p.out.As<__nv_bfloat16>(),
                       .lse = p.lse.empty() ? nullptr : p.lse.As<float>(),
                       .kv = p.kv,
+                      .token_bytes = p.kv.layout.token_bytes(),
                       .layer = p.layer,
                       .scale = p.scale,
                       .tiles = p.tiles.data(),
@@ -68,7 +68,8 @@ AttendShape ShapeOf(const AttendLaunch& p) {
           .group = p.group,
           .placement = p.grouped.on() ? Placement::kGrouped
                        : p.rope.on()  ? Placement::kCompact
-                                      : Placement::kCached};
+                                      : Placement::kCached,
+          .has_codes = IsQuantized(p.kv.layout.dtype)};
 }
 
 int64_t AttendDecodeWorkspaceBytes(const KvLayout& layout, int64_t blocks, int64_t group) {

@@ -1,9 +1,8 @@
-// Attention on the GPU: the op of attend.h for bfloat16 q and KV, head_dim 64 or 128, at most 8
-// query heads a KV head. All pointers of the params, spans included, are device memory. The
-// guarantees of attend.h hold with two exceptions: a result depends on the length of its own list
-// (which decides how the list is cut for parallel work), never on batch, tier or other rows; and
-// products are summed by the tensor cores, in float32. Rows that may end early are AttendArt's
-// (kernels/sparse/art/art_cuda.h).
+// Attention on the GPU: the op of attend.h for bfloat16 q and KV, head_dim 64 or 128. All pointers
+// of the params, spans included, are device memory. The guarantees of attend.h hold with two
+// exceptions: a result depends on the length of its own list (which decides how the list is cut for
+// parallel work), never on batch, tier or other rows; and products are summed by the tensor cores,
+// in float32. Rows that may end early are AttendArt's (kernels/sparse/art/art_cuda.h).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -37,8 +36,8 @@ int64_t AttendDecodeWorkspaceBytes(const KvLayout& layout, int64_t blocks, int64
 // With window_tokens, the tiles' selections have that window: one query's is exact.
 // With grouped positions the query is read at its far position, and near keys are shifted by the
 // same distance.
-// Cost: reads each attended token once for all query heads of the group (of a page with more than
-// half of its tokens attended to, each attended piece of 8), in products of 64 tokens from any
+// Cost: reads each attended token once for every 8 query heads of the group (of a page with more
+// than half of its tokens attended to, each attended piece of 8), in products of 64 tokens from any
 // number of pages. Writes and reads back 4 * (head_dim + 2) bytes for each of at most 128 partial
 // results a query head.
 absl::Status AttendDecode(const CudaAttendParams& params, const KvTensorMaps& maps,

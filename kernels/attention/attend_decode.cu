@@ -1,6 +1,8 @@
-// Decode attention on Hopper: one query a row, the heads of a KV group together.
+// Decode attention on Hopper: one query a row, up to 8 heads of a KV group together.
 //
-// A unit is a share of a row's items (row_items.h). CTAs stay on the GPU and take units in turn. In
+// A unit is a share of a row's items (row_items.h). CTAs stay on the GPU and take units in turn.
+// Larger groups are cut into parts, and the CTAs of each part (blockIdx.y) take all units: they do
+// so side by side, and pages come from the L2 cache for all parts but one. In
 // a CTA, the producer warpgroup makes tiles of what the items attend to, several stages ahead
 // (decode_tiles.cuh), and three warpgroups take the tiles in turn (decode_page.cuh). The CTA merges
 // the states of its warpgroups. The CTA that ends a row's last unit merges the states of all the
@@ -8,7 +10,7 @@
 // choice of the last unit matters.
 #include "kernels/attention/decode_page.cuh"
 #include "kernels/attention/decode_tiles.cuh"
-#include "kernels/base/head_dim.h"
+#include "kernels/attention/for_shape.h"
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/paged/count_selected.cuh"
 
@@ -22,12 +24,13 @@ constexpr int kCountingWarp = kThreads / kWarpThreads - 1;  // a producer warp t
 
 struct DecodeParams : AttendLaunch {
   DecodeScratch memory;
+  int heads_of_part = 0;
 };
 
-template <int kHeadDim, Placement kPlacement>
+template <int kHeadDim, Placement kPlacement, bool kCoded>
 struct alignas(1024) SharedMemory {
   using Shape = PageShape<kHeadDim>;
-  using Ring = TileRing<kHeadDim, kRingBytes / Shape::kPageBytes, KeyPositions<kPlacement>>;
+  using Ring = TileRing<kHeadDim, kRingBytes / Shape::kPageBytes, kCoded, KeyPositions<kPlacement>>;
   // A stage always has the same reader. A barrier tells one use of a stage from the next one, but
   // not from the one after, for which another reader could already wait.
   static_assert(Ring::kStages % kConsumers == 0);
@@ -52,6 +55,15 @@ __device__ int64_t NumUnits(const DecodeParams& p) {
   return p.num_rows * MaxDecodeUnits(p.kv.layout.num_kv_heads);
 }
 
+// Returns the heads of the CTA's part of a group. Volatile, so that the compiler asks again rather
+// than keep the answer in registers.
+__device__ HeadRange MyHeads(const DecodeParams& p) {
+  int part = 0;
+  asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(part));
+  const int begin = part * p.heads_of_part;
+  return {.begin = begin, .end = min(begin + p.heads_of_part, static_cast<int>(p.group))};
+}
+
 // Counts what the unit's row attends to, by a warp.
 __device__ void Count(const DecodeParams& p, const PageRun& run) {
   SelectedCounts& counts = p.counts[run.row];
@@ -71,11 +83,11 @@ __device__ int64_t NextUnit(const DecodeParams& p, int64_t id) {
   return id;
 }
 
-template <int kHeadDim, Placement kPlacement>
+template <int kHeadDim, Placement kPlacement, bool kCoded>
 __device__ void Produce(const DecodeParams& p, const KvTensorMaps& maps,
-                        SharedMemory<kHeadDim, kPlacement>& shared) {
-  TileProducer<kPlacement, typename SharedMemory<kHeadDim, kPlacement>::Ring> producer(p, maps,
-                                                                                       shared.ring);
+                        SharedMemory<kHeadDim, kPlacement, kCoded>& shared) {
+  TileProducer<kPlacement, typename SharedMemory<kHeadDim, kPlacement, kCoded>::Ring> producer(
+      p, maps, shared.ring);
   for (int64_t id = blockIdx.x; id < NumUnits(p);) {
     const PageRun run = RunOfUnit(p, id);
     if (!Exists(run)) {
@@ -85,7 +97,8 @@ __device__ void Produce(const DecodeParams& p, const KvTensorMaps& maps,
     id += gridDim.x;
     producer.Produce(run);
     // Overlaps with the consumers' last tiles.
-    if (p.counts != nullptr && run.begin == 0 && threadIdx.x / kWarpThreads == kCountingWarp) {
+    const bool is_first = run.begin == 0 && blockIdx.y == 0;
+    if (p.counts != nullptr && is_first && threadIdx.x / kWarpThreads == kCountingWarp) {
       Count(p, run);
     }
   }
@@ -95,9 +108,9 @@ __device__ void Produce(const DecodeParams& p, const KvTensorMaps& maps,
 
 // Writes the warpgroup's state, whose sums are spread over its threads, to the place where the CTA
 // merges it.
-template <int kHeadDim, Placement kPlacement>
-__device__ void LeavePartial(SharedMemory<kHeadDim, kPlacement>& shared, const ThreadPlace& me,
-                             int place, ThreadState<kHeadDim>& state) {
+template <int kHeadDim, Placement kPlacement, bool kCoded>
+__device__ void LeavePartial(SharedMemory<kHeadDim, kPlacement, kCoded>& shared,
+                             const ThreadPlace& me, int place, ThreadState<kHeadDim>& state) {
   float(*warp_sum)[kHeads] = shared.consumers[me.consumer].exchange;
   for (float& sum : state.sum) {
     for (int distance = 4; distance < kWarpThreads; distance *= 2) {
@@ -161,11 +174,11 @@ __device__ PartialState MergePartials(const float* partials, int64_t count, int6
   }
   return merged;
 }
-// Calls use(head, d) for every even d of all heads of the group.
+// Calls use(head, d) for every even d of `heads` heads.
 template <int kHeadDim, typename Use>
-__device__ void ForEachPair(int64_t group, const Use& use) {
+__device__ void ForEachPair(int64_t heads, const Use& use) {
   constexpr int kPairs = kHeadDim / 2;
-  for (int i = static_cast<int>(threadIdx.x); i < group * kPairs; i += kConsumers * kGroupThreads) {
+  for (int i = static_cast<int>(threadIdx.x); i < heads * kPairs; i += kConsumers * kGroupThreads) {
     use(i / kPairs, i % kPairs * 2);
   }
 }
@@ -175,15 +188,16 @@ __device__ void SynchronizeConsumers() {
   hopper::NamedBarrier(1 + kConsumers, kConsumers * kGroupThreads);
 }
 
-template <int kHeadDim, Placement kPlacement>
+template <int kHeadDim, Placement kPlacement, bool kCoded>
 __device__ void StorePartial(const DecodeParams& p,
-                             const SharedMemory<kHeadDim, kPlacement>& shared, const PageRun& run,
-                             int64_t unit) {
+                             const SharedMemory<kHeadDim, kPlacement, kCoded>& shared,
+                             const PageRun& run) {
   constexpr int64_t kStride = 2 + kHeadDim;
+  const HeadRange heads = MyHeads(p);
   SynchronizeConsumers();
-  float* to = p.memory.partials +
-              (run.row * MaxDecodeUnits(p.kv.layout.num_kv_heads) + unit) * p.group * kStride;
-  ForEachPair<kHeadDim>(p.group, [&](int head, int d) {
+  const int64_t share = run.row * MaxDecodeUnits(p.kv.layout.num_kv_heads) + run.begin;
+  float* to = p.memory.partials + (share * p.group + heads.begin) * kStride;
+  ForEachPair<kHeadDim>(heads.size(), [&](int head, int d) {
     const PartialState merged =
         MergePartials<kConsumers>(shared.partials[0][head], kConsumers, kHeads * kStride, d);
     *reinterpret_cast<float2*>(to + head * kStride + 2 + d) = merged.values;
@@ -194,12 +208,12 @@ __device__ void StorePartial(const DecodeParams& p,
 
 // Called when the unit's partial is stored. Returns whether it is the last of its row to end; then
 // all partials of the row can be read.
-template <int kHeadDim, Placement kPlacement>
-__device__ bool EndsRow(const DecodeParams& p, SharedMemory<kHeadDim, kPlacement>& shared,
+template <int kHeadDim, Placement kPlacement, bool kCoded>
+__device__ bool EndsRow(const DecodeParams& p, SharedMemory<kHeadDim, kPlacement, kCoded>& shared,
                         const PageRun& run) {
   if (threadIdx.x == 0) {
     // Also publishes the values of all threads, which passed a barrier.
-    shared.ends_row = hopper::AddAndSee(&p.memory.arrivals[run.row], 1) + 1 == run.step;
+    shared.ends_row = hopper::AddAndSee(&p.memory.arrivals[run.row], 1) + 1 == run.step * gridDim.y;
     if (shared.ends_row) p.memory.arrivals[run.row] = 0;
   }
   SynchronizeConsumers();
@@ -226,11 +240,12 @@ __device__ void MergeRow(const DecodeParams& p, const PageRun& run) {
 }
 
 // Attends to the consumer's tiles of the unit. Returns their place.
-template <int kHeadDim, Placement kPlacement>
-__device__ int AttendToTiles(const DecodeParams& p, SharedMemory<kHeadDim, kPlacement>& shared,
-                             const ThreadPlace& me,
-                             RingPosition<SharedMemory<kHeadDim, kPlacement>::Ring::kStages>& at,
-                             ThreadState<kHeadDim>& state) {
+template <int kHeadDim, Placement kPlacement, bool kCoded>
+__device__ int AttendToTiles(
+    const DecodeParams& p, SharedMemory<kHeadDim, kPlacement, kCoded>& shared,
+    const ThreadPlace& me,
+    RingPosition<SharedMemory<kHeadDim, kPlacement, kCoded>::Ring::kStages>& at,
+    ThreadState<kHeadDim>& state) {
   auto& ring = shared.ring;
   for (;; at.Next(kConsumers)) {
     hopper::BarrierWait(&ring.full[at.stage], at.parity);
@@ -246,10 +261,11 @@ __device__ int AttendToTiles(const DecodeParams& p, SharedMemory<kHeadDim, kPlac
   return place;
 }
 
-template <int kHeadDim, Placement kPlacement>
-__device__ void Consume(const DecodeParams& p, SharedMemory<kHeadDim, kPlacement>& shared) {
+template <int kHeadDim, Placement kPlacement, bool kCoded>
+__device__ void Consume(const DecodeParams& p, SharedMemory<kHeadDim, kPlacement, kCoded>& shared) {
   const ThreadPlace me = MyPlace();
-  RingPosition<SharedMemory<kHeadDim, kPlacement>::Ring::kStages> at = {.stage = me.consumer};
+  RingPosition<SharedMemory<kHeadDim, kPlacement, kCoded>::Ring::kStages> at = {.stage =
+                                                                                    me.consumer};
   for (int64_t id = blockIdx.x; id < NumUnits(p);) {
     const PageRun run = RunOfUnit(p, id);
     if (!Exists(run)) {
@@ -257,44 +273,46 @@ __device__ void Consume(const DecodeParams& p, SharedMemory<kHeadDim, kPlacement
       continue;
     }
     id += gridDim.x;
-    LoadQuery<kHeadDim, kPlacement>(p, run, me, shared.consumers[me.consumer].query);
+    LoadQuery<kHeadDim, kPlacement>(p, run, MyHeads(p), me, shared.consumers[me.consumer].query);
     ThreadState<kHeadDim> state;
-    const int place = AttendToTiles<kHeadDim, kPlacement>(p, shared, me, at, state);
+    const int place = AttendToTiles<kHeadDim, kPlacement, kCoded>(p, shared, me, at, state);
     LeavePartial<kHeadDim>(shared, me, place, state);
-    StorePartial<kHeadDim>(p, shared, run, run.begin);
+    StorePartial<kHeadDim>(p, shared, run);
     if (EndsRow<kHeadDim>(p, shared, run)) MergeRow<kHeadDim>(p, run);
   }
 }
 
-template <int kHeadDim, Placement kPlacement>
+template <int kHeadDim, Placement kPlacement, bool kCoded>
 __global__ void __launch_bounds__(kThreads, 1)
     AttendDecodeKernel(const __grid_constant__ DecodeParams p,
                        const __grid_constant__ KvTensorMaps maps) {
   extern __shared__ std::byte raw[];
-  auto& shared = *reinterpret_cast<SharedMemory<kHeadDim, kPlacement>*>(
+  auto& shared = *reinterpret_cast<SharedMemory<kHeadDim, kPlacement, kCoded>*>(
       (reinterpret_cast<uintptr_t>(raw) + 1023) / 1024 * 1024);
   if (threadIdx.x == 0) shared.ring.Init();
-  if (threadIdx.x == kConsumers * kGroupThreads) PrefetchMaps(maps);
+  if (!kCoded && threadIdx.x == kConsumers * kGroupThreads) PrefetchMaps(maps);
   __syncthreads();
   cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();
   if (threadIdx.x >= kConsumers * kGroupThreads) {
-    Produce<kHeadDim, kPlacement>(p, maps, shared);
+    Produce<kHeadDim, kPlacement, kCoded>(p, maps, shared);
   } else {
-    Consume<kHeadDim, kPlacement>(p, shared);
+    Consume<kHeadDim, kPlacement, kCoded>(p, shared);
   }
 }
 
-template <int kHeadDim, Placement kPlacement>
+template <int kHeadDim, Placement kPlacement, bool kCoded>
 cudaError_t Launch(const DecodeParams& p, const AttendKernelPlan& plan, const KvTensorMaps& maps,
                    cudaStream_t stream) {
-  constexpr int kSharedBytes = static_cast<int>(sizeof(SharedMemory<kHeadDim, kPlacement>)) + 1024;
+  constexpr int kSharedBytes =
+      static_cast<int>(sizeof(SharedMemory<kHeadDim, kPlacement, kCoded>)) + 1024;
   static_assert(kSharedBytes <= 227 * 1024);
-  const auto kernel = AttendDecodeKernel<kHeadDim, kPlacement>;
+  const auto kernel = AttendDecodeKernel<kHeadDim, kPlacement, kCoded>;
   if (const cudaError_t error = AllowSharedBytes(kernel, kSharedBytes); error != cudaSuccess) {
     return error;
   }
-  return LaunchOverlapped(kernel, plan.ctas, kThreads, kSharedBytes, stream, p, maps);
+  return LaunchOverlapped(kernel, dim3(plan.ctas, plan.parts), kThreads, kSharedBytes, stream, p,
+                          maps);
 }
 
 }  // namespace
@@ -302,17 +320,10 @@ cudaError_t Launch(const DecodeParams& p, const AttendKernelPlan& plan, const Kv
 cudaError_t LaunchAttendDecode(const AttendLaunch& params, const AttendKernelPlan& plan,
                                const KvTensorMaps& maps, const DecodeScratch& memory,
                                cudaStream_t stream) {
-  const DecodeParams p = {params, memory};
-  return ForHeadDim(plan.shape.head_dim, [&]<int kHeadDim>() {
-    switch (plan.shape.placement) {
-      case Placement::kCached:
-        break;
-      case Placement::kCompact:
-        return Launch<kHeadDim, Placement::kCompact>(p, plan, maps, stream);
-      case Placement::kGrouped:
-        return Launch<kHeadDim, Placement::kGrouped>(p, plan, maps, stream);
-    }
-    return Launch<kHeadDim, Placement::kCached>(p, plan, maps, stream);
+  const auto parts = static_cast<int64_t>(plan.parts);
+  const DecodeParams p = {params, memory, static_cast<int>((params.group + parts - 1) / parts)};
+  return ForShape(plan.shape, [&]<int kHeadDim, Placement kPlacement, bool kCoded>() {
+    return Launch<kHeadDim, kPlacement, kCoded>(p, plan, maps, stream);
   });
 }
 

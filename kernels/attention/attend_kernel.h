@@ -3,6 +3,7 @@
 // placement.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <ostream>
 
@@ -20,10 +21,13 @@ struct AttendShape {
   int64_t rows = 0;   // tiles x KV heads
   int64_t group = 0;  // query heads of a KV head
   Placement placement = Placement::kCached;
+  bool has_codes = false;  // the KV is quantized
 };
 
 // Query heads that a CTA of prefill attends with.
 inline constexpr int kPrefillConsumers = 2;
+// Most query heads that a CTA of decode attends with.
+inline constexpr int64_t kMaxDecodeHeads = 8;
 
 struct AttendKernelPlan {
   enum class Kernel { kDecode, kPrefill };
@@ -32,13 +36,16 @@ struct AttendKernelPlan {
   AttendShape shape;
   unsigned ctas = 0;         // of decode: each takes pieces of any rows; of prefill: one per row,
   unsigned ctas_of_row = 1;  // times so many
+  unsigned parts = 1;        // of decode: parts of a group, each of which has so many CTAs
 };
 
 // For tiles of one query: one CTA per multiprocessor.
 inline AttendKernelPlan PlanAttendDecode(const AttendShape& shape, int num_processors) {
+  const int64_t parts = std::max<int64_t>(1, (shape.group + kMaxDecodeHeads - 1) / kMaxDecodeHeads);
   return {.kernel = AttendKernelPlan::Kernel::kDecode,
           .shape = shape,
-          .ctas = static_cast<unsigned>(num_processors)};
+          .ctas = std::max(1u, static_cast<unsigned>(num_processors / parts)),
+          .parts = static_cast<unsigned>(parts)};
 }
 
 // For tiles of up to 64 queries.
@@ -66,8 +73,11 @@ inline std::ostream& operator<<(std::ostream& out, const AttendKernelPlan& plan)
   const AttendShape& shape = plan.shape;
   out << (plan.kernel == AttendKernelPlan::Kernel::kDecode ? "decode" : "prefill")
       << " kernel, head_dim " << shape.head_dim << ", group " << shape.group << ", "
-      << shape.placement << " positions, ";
-  if (plan.kernel == AttendKernelPlan::Kernel::kDecode) return out << plan.ctas << " CTAs";
+      << shape.placement << (shape.has_codes ? " positions, quantized KV, " : " positions, ");
+  if (plan.kernel == AttendKernelPlan::Kernel::kDecode) {
+    if (plan.parts > 1) out << plan.parts << " x ";
+    return out << plan.ctas << " CTAs";
+  }
   return out << plan.ctas << " x " << plan.ctas_of_row << " CTAs";
 }
 

@@ -21,6 +21,7 @@ struct AttendLaunch {
   __nv_bfloat16* out = nullptr;      // like q
   float* lse = nullptr;              // [tokens, KV heads x group]; null: not written
   PagedKv kv;
+  int64_t token_bytes = 0;  // KvLayout::token_bytes
   int64_t layer = 0;
   float scale = 0;
   const QueryTile* tiles = nullptr;
@@ -28,7 +29,7 @@ struct AttendLaunch {
   const SelectionEntry* entries = nullptr;
   int64_t capacity = 0;  // entries of a row
   int64_t num_rows = 0;  // tiles x KV heads
-  int64_t group = 0;     // query heads of a KV head, at most 8
+  int64_t group = 0;     // query heads of a KV head
   uint8_t* faults = nullptr;
   SelectedCounts* counts = nullptr;  // [num_rows]; null: not counted
   DeviceRopePositions rope = {};     // on: q and keys are rotated to their compact positions,

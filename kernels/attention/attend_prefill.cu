@@ -24,9 +24,9 @@
 // them. A page where neighbourhoods begin takes two stages, and in each of them every query masks
 // the keys of its other side.
 #include "kernels/attention/attend_launch.h"
+#include "kernels/attention/for_shape.h"
 #include "kernels/attention/prefill_pages.cuh"
 #include "kernels/attention/prefill_softmax.cuh"
-#include "kernels/base/head_dim.h"
 #include "kernels/base/overlapped_launch.h"
 
 namespace kvasir::kernels {
@@ -52,9 +52,10 @@ __device__ void LoadQueries(const AttendLaunch& p, const PageRun& run, int64_t h
     Synchronize(me);
   }
 }
-template <int kHeadDim, Placement kPlacement>
+template <int kHeadDim, Placement kPlacement, bool kCoded>
 __device__ void LoadQueries(const AttendLaunch& p, const PageRun& run, int64_t head, bool exists,
-                            const ThreadPlace& me, PrefillMemory<kHeadDim, kPlacement>& shared) {
+                            const ThreadPlace& me,
+                            PrefillMemory<kHeadDim, kPlacement, kCoded>& shared) {
   const auto load = [&](const auto& position_of, int place) {
     LoadQueries<kHeadDim, kPlacement>(p, run, head, exists, me, position_of,
                                       shared.queries[me.consumer][place]);
@@ -68,12 +69,11 @@ __device__ void LoadQueries(const AttendLaunch& p, const PageRun& run, int64_t h
   load([&](int row) { return first + row; }, 0);
 }
 
-// Queries in the form of the products. If all keys see them at one position they lie in registers,
-// which leaves the bandwidth of shared memory to keys and values.
-template <int kHeadDim, Placement kPlacement>
+// Queries in the form of the products. Without preparers they lie in registers, which leaves the
+// bandwidth of shared memory to keys and values; then all keys see them at one position.
+template <int kHeadDim, bool kInRegisters>
 struct Queries {
   static constexpr int kSteps = kHeadDim / 16;
-  static constexpr bool kInRegisters = !kRotates<kPlacement>;
 
   const std::byte* tiles;  // of the warpgroup, one for each position
   uint32_t parts[kInRegisters ? kSteps : 1][4];
@@ -130,10 +130,10 @@ __device__ void BeginValues(uint64_t values, const RowWeights& weights,
 }
 
 // A warpgroup that computes, and its current page.
-template <int kHeadDim, Placement kPlacement>
+template <int kHeadDim, Placement kPlacement, bool kCoded>
 class Consumer {
  public:
-  using Shared = PrefillMemory<kHeadDim, kPlacement>;
+  using Shared = PrefillMemory<kHeadDim, kPlacement, kCoded>;
 
   __device__ Consumer(const AttendLaunch& p, Shared& shared, const PageRun& run,
                       const ThreadPlace& me)
@@ -246,7 +246,7 @@ class Consumer {
   Shared& shared_;
   const int64_t first_position_;
   const ThreadPlace me_;
-  const Queries<kHeadDim, kPlacement> queries_;
+  const Queries<kHeadDim, !kPrepares<kPlacement, kCoded>> queries_;
   const uint64_t first_keys_, first_values_;  // descriptors of the first stage
   RingPosition<Shared::kStages> at_;          // the next page
   PageState next_ = kEnd;                     // its state
@@ -278,16 +278,17 @@ __device__ void Store(const AttendLaunch& p, const QueryTile& tile, int64_t head
     }
   }
 }
-template <int kHeadDim, Placement kPlacement>
-__device__ void ComputeRow(const AttendLaunch& p, PrefillMemory<kHeadDim, kPlacement>& shared,
-                           const PageRun& run, int64_t part) {
+template <int kHeadDim, Placement kPlacement, bool kCoded>
+__device__ void ComputeRow(const AttendLaunch& p,
+                           PrefillMemory<kHeadDim, kPlacement, kCoded>& shared, const PageRun& run,
+                           int64_t part) {
   const ThreadPlace me = MyPlace();
   const int64_t head_in_group = part * kConsumers + me.consumer;
   const bool exists = head_in_group < p.group;
   const int64_t head = run.row % p.kv.layout.num_kv_heads * p.group + head_in_group;
   LoadQueries<kHeadDim, kPlacement>(p, run, head, exists, me, shared);
   ThreadState<kHeadDim> state;
-  Consumer<kHeadDim, kPlacement>(p, shared, run, me).Run(state);
+  Consumer<kHeadDim, kPlacement, kCoded>(p, shared, run, me).Run(state);
   if (exists) Store<kHeadDim>(p, run.tile, head, me, state);
 }
 
@@ -307,13 +308,13 @@ __device__ RowPart MyRow(const AttendLaunch& p) {
           .part = blockIdx.x % parts};
 }
 
-template <int kHeadDim, Placement kPlacement>
-__global__ void __launch_bounds__(PrefillRoles<kPlacement>::kThreads, 1)
+template <int kHeadDim, Placement kPlacement, bool kCoded>
+__global__ void __launch_bounds__(PrefillRoles<kPlacement, kCoded>::kThreads, 1)
     AttendPrefillKernel(const __grid_constant__ AttendLaunch p,
                         const __grid_constant__ KvTensorMaps maps) {
   extern __shared__ std::byte raw[];
-  using Shared = PrefillMemory<kHeadDim, kPlacement>;
-  using Role = PrefillRoles<kPlacement>;
+  using Shared = PrefillMemory<kHeadDim, kPlacement, kCoded>;
+  using Role = PrefillRoles<kPlacement, kCoded>;
   // An offset from `raw`, so that the compiler knows that all accesses are to shared memory.
   auto& shared = *reinterpret_cast<Shared*>(raw + (0u - hopper::SharedAddress(raw)) % 1024);
   if (threadIdx.x == 0) shared.Init();
@@ -326,26 +327,27 @@ __global__ void __launch_bounds__(PrefillRoles<kPlacement>::kThreads, 1)
     RingPosition<Shared::kStages> at;
     ProducePages<kPlacement>(p, maps, run, shared.ring, at);
   } else if (group > Role::kProducer) {
-    if constexpr (kRotates<kPlacement>) {
-      hopper::FewerRegisters<kRotatorRegisters>();
-      RotatePages<kHeadDim, kPlacement>(p, shared);
+    if constexpr (Role::kHasPreparers) {
+      hopper::FewerRegisters<Role::kPreparerRegisters>();
+      PreparePages(p, shared);
     }
   } else {
     hopper::MoreRegisters<Role::kConsumerRegisters>();
-    ComputeRow<kHeadDim, kPlacement>(p, shared, run, mine.part);
+    ComputeRow(p, shared, run, mine.part);
   }
 }
 
-template <int kHeadDim, Placement kPlacement>
+template <int kHeadDim, Placement kPlacement, bool kCoded>
 cudaError_t Launch(const AttendLaunch& p, const AttendKernelPlan& plan, const KvTensorMaps& maps,
                    cudaStream_t stream) {
-  constexpr int kSharedBytes = static_cast<int>(sizeof(PrefillMemory<kHeadDim, kPlacement>)) + 1024;
+  constexpr int kSharedBytes =
+      static_cast<int>(sizeof(PrefillMemory<kHeadDim, kPlacement, kCoded>)) + 1024;
   static_assert(kSharedBytes <= 227 * 1024);
-  const auto kernel = AttendPrefillKernel<kHeadDim, kPlacement>;
+  const auto kernel = AttendPrefillKernel<kHeadDim, kPlacement, kCoded>;
   if (const cudaError_t error = AllowSharedBytes(kernel, kSharedBytes); error != cudaSuccess) {
     return error;
   }
-  kernel<<<plan.ctas * plan.ctas_of_row, PrefillRoles<kPlacement>::kThreads, kSharedBytes,
+  kernel<<<plan.ctas * plan.ctas_of_row, PrefillRoles<kPlacement, kCoded>::kThreads, kSharedBytes,
            stream>>>(p, maps);
   return cudaGetLastError();
 }
@@ -354,16 +356,8 @@ cudaError_t Launch(const AttendLaunch& p, const AttendKernelPlan& plan, const Kv
 
 cudaError_t LaunchAttendPrefill(const AttendLaunch& params, const AttendKernelPlan& plan,
                                 const KvTensorMaps& maps, cudaStream_t stream) {
-  return ForHeadDim(plan.shape.head_dim, [&]<int kHeadDim>() {
-    switch (plan.shape.placement) {
-      case Placement::kCached:
-        break;
-      case Placement::kCompact:
-        return Launch<kHeadDim, Placement::kCompact>(params, plan, maps, stream);
-      case Placement::kGrouped:
-        return Launch<kHeadDim, Placement::kGrouped>(params, plan, maps, stream);
-    }
-    return Launch<kHeadDim, Placement::kCached>(params, plan, maps, stream);
+  return ForShape(plan.shape, [&]<int kHeadDim, Placement kPlacement, bool kCoded>() {
+    return Launch<kHeadDim, kPlacement, kCoded>(params, plan, maps, stream);
   });
 }
 

@@ -1,5 +1,5 @@
-// One page of decode attention, by a warpgroup: one query a row, the heads of a KV group together.
-// For a page of 64 tokens it computes
+// One page of decode attention, by a warpgroup: one query a row, up to 8 heads of a KV group
+// together. For a page of 64 tokens it computes
 //
 //   S[64 tokens, 8 heads] = K[64, d] q^T            M = tokens: only the heads, up to 8, are
 //   P = exp2(scale S - max)                         padded
@@ -13,7 +13,7 @@
 
 namespace kvasir::kernels {
 
-constexpr int kHeads = 8;  // columns of the products; a KV head has at most this many query heads
+constexpr int kHeads = static_cast<int>(kMaxDecodeHeads);  // columns of the products
 
 // Working memory of a warpgroup.
 template <int kHeadDim>
@@ -33,15 +33,24 @@ struct ThreadState {
   float out[PageShape<kHeadDim>::kHalves][4] = {};
 };
 
-// Loads the group's queries. Rows of absent heads are zero.
+// Query heads of a group.
+struct HeadRange {
+  int begin = 0;
+  int end = 0;
+
+  __device__ int size() const { return end - begin; }
+};
+
+// Loads the queries of some heads. Rows of absent heads are zero.
 template <int kHeadDim, Placement kPlacement>
-__device__ void LoadQuery(const AttendLaunch& p, const PageRun& run, const ThreadPlace& me,
-                          std::byte* to) {
+__device__ void LoadQuery(const AttendLaunch& p, const PageRun& run, const HeadRange& of_group,
+                          const ThreadPlace& me, std::byte* to) {
   const int64_t kv_head = run.row % p.kv.layout.num_kv_heads;
   const int64_t heads = p.kv.layout.num_kv_heads * p.group;
-  const __nv_bfloat16* first = p.q + (run.tile.first_row * heads + kv_head * p.group) * kHeadDim;
+  const __nv_bfloat16* first =
+      p.q + (run.tile.first_row * heads + kv_head * p.group + of_group.begin) * kHeadDim;
   const auto query_of = [&](int head) {
-    return head < p.group ? first + head * kHeadDim : nullptr;
+    return head < of_group.size() ? first + head * kHeadDim : nullptr;
   };
   LoadQueryTile<kHeadDim, kHeads>(me, query_of, to);
   if constexpr (kPlacement != Placement::kCached) {
@@ -112,12 +121,24 @@ __device__ void AddValues(const std::byte* values, const std::byte* weights,
   hopper::WgmmaWait<0>();
 }
 
-// Adds the stage's page. Only this warpgroup reads the stage.
+// Scale of a key (side 0) or value (side 1) in a row of the stage; 1 where the KV is not quantized.
+template <typename Ring>
+__device__ float RowScale(const Ring& ring, int stage, int side, int row) {
+  if constexpr (Ring::kCoded) return CodeScale(ring.ScaleOf(stage, side, row)).factor();
+  return 1;
+}
+
+// Adds the stage's page. Only this warpgroup reads the stage, which it changes.
 template <int kHeadDim, Placement kPlacement, typename Ring>
 __device__ void AttendToPage(const AttendLaunch& p, Ring& ring, DecodeMemory<kHeadDim>& mine,
                              const ThreadPlace& me, int stage, ThreadState<kHeadDim>& state) {
   const uint64_t mask = ring.masks[stage];
   if (mask == 0) return;
+  if constexpr (Ring::kCoded) {
+    DecodeStage<kGroupThreads, Decoding::kUnscaled>(ring, stage, p.kv.layout.dtype, me.thread,
+                                                    [&] { Synchronize(me); });
+    Synchronize(me);
+  }
   if constexpr (kPlacement != Placement::kCached) {
     RotateKeys(ring, stage, p.rope, me.thread, kGroupThreads);
     Synchronize(me);
@@ -125,10 +146,14 @@ __device__ void AttendToPage(const AttendLaunch& p, Ring& ring, DecodeMemory<kHe
   float s[4] = {};
   Logits<kHeadDim>(ring.keys(stage), mine.query, s);
   const bool attended[2] = {(mask >> me.row & 1) != 0, (mask >> (me.row + 8) & 1) != 0};
-  for (int i = 0; i < 4; ++i) s[i] = attended[i / 2] ? s[i] * p.scale * kLog2E : kMinusInfinity;
+  for (int i = 0; i < 4; ++i) {
+    const float scale = RowScale(ring, stage, 0, me.row + i / 2 * 8);
+    s[i] = attended[i / 2] ? s[i] * scale * p.scale * kLog2E : kMinusInfinity;
+  }
   float page_max[2];
   ColumnMax(me, mine.exchange, s, page_max);
-  if (mask != ~uint64_t{0}) ZeroMaskedValues(ring, stage, mask, me.thread, kGroupThreads);
+  if (!Ring::kCoded && mask != ~uint64_t{0})
+    ZeroMaskedValues(ring, stage, mask, me.thread, kGroupThreads);
   float offset[2];  // base of the exponent: a maximum, or 0 while there is no key
   for (int j = 0; j < 2; ++j) {
     const float max = fmaxf(state.max[j], page_max[j]);
@@ -148,7 +173,7 @@ __device__ void AttendToPage(const AttendLaunch& p, Ring& ring, DecodeMemory<kHe
     const int token = me.row + i / 2 * 8;
     *reinterpret_cast<__nv_bfloat16*>(mine.weights +
                                       hopper::SwizzledOffset(me.column + j, token * 2)) =
-        __float2bfloat16_rn(weight);
+        __float2bfloat16_rn(attended[i / 2] ? weight * RowScale(ring, stage, 1, token) : 0.0f);
   }
   hopper::FenceAsyncProxy();
   Synchronize(me);

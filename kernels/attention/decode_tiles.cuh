@@ -22,19 +22,33 @@ inline constexpr int kProducerWarps = kGroupThreads / kWarpThreads;
 
 enum class TileKind : int { kPage, kTokens, kEnd };  // kEnd ends a unit for one consumer
 
-template <int kHeadDim, int kStageCount, typename Positions>
-struct alignas(1024) TileRing : PageRing<kHeadDim, kStageCount, Positions> {
-  using Pages = PageRing<kHeadDim, kStageCount, Positions>;
+// Where the KV is quantized, a gathered token's scales come with their neighbours, as a word.
+template <int kStages>
+struct GatheredScales {
+  uint32_t words[kStages][2][kTileTokens];      // of K, V
+  uint8_t bytes[kStages][kTileTokens];          // place of the token's scale in its word
+  uint8_t tokens[kProducerWarps][kTileTokens];  // of `sources`, in their pages
+};
+
+template <int kHeadDim, int kStageCount, bool kHasCodes, typename Positions>
+struct alignas(1024) TileRing : PageRing<kHeadDim, kStageCount, kHasCodes, Positions> {
+  using Pages = PageRing<kHeadDim, kStageCount, kHasCodes, Positions>;
 
   TileKind kinds[kStageCount];
   int places[kStageCount];  // the tile's number in its unit, mod kConsumers
   int32_t gathered_positions[kStageCount][kTileTokens];  // where keys are rotated
   int32_t sources[kProducerWarps][kTileTokens];          // copy rows of a gathered tile, ~row in
                                                          // the host tier
+  std::conditional_t<kHasCodes, GatheredScales<kStageCount>, NoScales> gathered_scales;
 
   __device__ int64_t PositionOf(int stage, int row) const {
     return kinds[stage] == TileKind::kTokens ? gathered_positions[stage][row]
                                              : Pages::PositionOf(stage, row);
+  }
+  __device__ uint8_t ScaleOf(int stage, int side, int row) const {
+    if (kinds[stage] != TileKind::kTokens) return Pages::ScaleOf(stage, side, row);
+    const uint32_t word = gathered_scales.words[stage][side][row];
+    return static_cast<uint8_t>(word >> (8 * gathered_scales.bytes[stage][row]));
   }
   __device__ void Init() {
     // The producers' threads arrive at `full`, and one of them again when all is written.
@@ -113,9 +127,14 @@ class TileProducer {
       if (warp_ == 0 && lane_ == 0) {
         Describe(TileKind::kPage, page.mask);
         if constexpr (kRotates) ring_.key_positions[at_.stage] = page.positions;
-        ExpectPage(ring_, at_.stage, page.mask);
+        if constexpr (Ring::kCoded) {
+          CopyPage(ring_, at_.stage, maps_, page);
+        } else {
+          ExpectPage(ring_, at_.stage, page.mask);
+        }
       }
-      for (int box = warp_; lane_ == 0 && box < Shape::kBoxes; box += kProducerWarps) {
+      for (int box = warp_; !Ring::kCoded && lane_ == 0 && box < Shape::kBoxes;
+           box += kProducerWarps) {
         CopyBoxOfPage(ring_, at_.stage, maps_, page, box);
       }
       End();
@@ -177,6 +196,10 @@ class TileProducer {
     const int token = __ffsll(static_cast<long long>(rest)) - 1;
     const int32_t copy_row = own.copy_row + token;
     ring_.sources[warp_][row] = own.tier == PageTier::kHost ? ~copy_row : copy_row;
+    if constexpr (Ring::kCoded) {
+      ring_.gathered_scales.tokens[warp_][row] = static_cast<uint8_t>(token);
+      if (warp_ == 0) ring_.gathered_scales.bytes[at_.stage][row] = token % 4;
+    }
     if constexpr (kRotates) {
       if (warp_ == 0) {
         ring_.gathered_positions[at_.stage][row] = static_cast<int32_t>(own.positions.of(token));
@@ -186,7 +209,7 @@ class TileProducer {
 
   // Begins to copy the warp's share of rows [begin, end).
   __device__ void CopyRows(int begin, int end) {
-    constexpr int kRowParts = Shape::kDim * 2 / 16;
+    constexpr int kRowParts = Shape::kDim * (Ring::kCoded ? 1 : 2) / 16;
     constexpr int kRowsAtOnce = kWarpThreads / kRowParts;
     const int64_t row_bytes = p_.kv.layout.row_bytes();
     const int part = lane_ % kRowParts;
@@ -195,10 +218,28 @@ class TileProducer {
       const int32_t source = ring_.sources[warp_][row];
       const std::byte* base = source < 0 ? maps_.host.base : maps_.device.base;
       const std::byte* key = base + int64_t{source < 0 ? ~source : source} * row_bytes + part * 16;
+      if constexpr (Ring::kCoded) {
+        CopyCodedRow(row, part, key);
+        continue;
+      }
       hopper::CopyPart(TilePart<kTileTokens>(ring_.keys(at_.stage), row, part * 8), key);
       hopper::CopyPart(TilePart<kTileTokens>(ring_.values(at_.stage), row, part * 8),
                        key + kPageTokens * row_bytes);
     }
+  }
+
+  // Begins to copy a part of a key and its value, where the KV is quantized. The first lanes of the
+  // row also copy a scale each.
+  __device__ void CopyCodedRow(int row, int part, const std::byte* key) {
+    using Page = CodePage<Shape::kDim>;
+    std::byte* const to = ring_.codes(at_.stage) + row * Shape::kDim + part * 16;
+    hopper::CopyPart(to, key);
+    hopper::CopyPart(to + Page::kSideBytes, key + Page::kSideBytes);
+    if (part >= 2) return;
+    const int token = ring_.gathered_scales.tokens[warp_][row];
+    const std::byte* const page = key - part * 16 - token * Shape::kDim;
+    hopper::CopyWord(&ring_.gathered_scales.words[at_.stage][part][row],
+                     page + 2 * Page::kSideBytes + part * kPageTokens + token / 4 * 4);
   }
 
   __device__ void Close(int rows) {

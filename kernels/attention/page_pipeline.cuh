@@ -4,7 +4,8 @@
 //   producer                                   consumers
 //   wait empty[stage]                          wait full[stage]
 //   masks[stage] = tokens to attend to         rotate keys, where they are cached un-rotated
-//   copy K, V -> pages[stage], full[stage]     compute on pages[stage]
+//   copy K, V -> pages[stage], full[stage]     compute on pages[stage], decoded in place where the
+//                                              KV is quantized (code_pages.cuh)
 //                                              arrive at empty[stage], once a warp
 //
 // With grouped positions a query tile sees far keys from other positions than near keys, so pages
@@ -17,6 +18,7 @@
 
 #include "kernels/attention/attend_kernel.h"
 #include "kernels/attention/attend_launch.h"
+#include "kernels/attention/code_pages.cuh"
 #include "kernels/base/hopper.cuh"
 #include "kernels/base/warp.cuh"
 #include "kernels/paged/row_items.h"
@@ -43,20 +45,29 @@ struct PageShape {
   static constexpr int kPageBytes = 2 * kSideBytes;
 };
 
-template <int kHeadDim, int kStageCount, typename Positions = ItemPositions>
+// `kHasCodes`: the KV is quantized.
+template <int kHeadDim, int kStageCount, bool kHasCodes, typename Positions = ItemPositions>
 struct alignas(1024) PageRing {
   static constexpr int kStages = kStageCount;
+  static constexpr bool kCoded = kHasCodes;
   using Shape = PageShape<kHeadDim>;
 
   std::byte pages[kStages][Shape::kPageBytes];
   uint64_t masks[kStages];
   int64_t first_positions[kStages];  // of the page's first token
   Positions key_positions[kStages];  // where keys are rotated
+  std::conditional_t<kCoded, CodeScales<kStages>, NoScales> scales;
   uint64_t full[kStages];
   uint64_t empty[kStages];
 
   __device__ std::byte* keys(int stage) { return pages[stage]; }
   __device__ std::byte* values(int stage) { return pages[stage] + Shape::kSideBytes; }
+  // Codes of K, then V, until they are decoded.
+  __device__ std::byte* codes(int stage) { return values(stage); }
+  // Returns the scale of the key (side 0) or value (side 1) in row `row` of the stage.
+  __device__ uint8_t ScaleOf(int stage, int side, int row) const {
+    return static_cast<uint8_t>(scales.bytes[stage][side * kPageTokens + row]);
+  }
   // Returns the position of the key in row `row` of the stage, if the key is attended to.
   __device__ int64_t PositionOf(int stage, int row) const { return key_positions[stage].of(row); }
   // Called by one thread, before a __syncthreads. `readers` is the number of warps that arrive at
@@ -118,7 +129,7 @@ struct ResolvedPage {
   uint64_t mask = 0;     // 0: nothing to read
   int32_t page = 0;      // of the sequence
   int64_t index = 0;     // in the store's tables
-  int32_t copy_row = 0;  // in the tensor map
+  int32_t copy_row = 0;  // number of rows before it in its arena
   PageTier tier = PageTier::kAbsent;
   KeyPositions<kPlacement> positions;  // where keys are rotated; grouped: for the first query
 };
@@ -170,8 +181,7 @@ __device__ void ClaimPage(const AttendLaunch& p, const PageRun& run, ResolvedPag
   if (kv.accesses.last_touched == nullptr) return;
   kv.accesses.last_touched[page.index] = *kv.accesses.step;
   if (page.tier == PageTier::kHost) {
-    atomicAdd(&kv.accesses.missed_bytes[page.index],
-              static_cast<uint32_t>(2 * tokens * kv.layout.row_bytes()));
+    atomicAdd(&kv.accesses.missed_bytes[page.index], static_cast<uint32_t>(tokens * p.token_bytes));
   }
 }
 
@@ -236,14 +246,21 @@ __device__ void CopyBoxOfPage(Ring& ring, int stage, const KvTensorMaps& maps,
 template <typename Ring, Placement kPlacement>
 __device__ void CopyPage(Ring& ring, int stage, const KvTensorMaps& maps,
                          const ResolvedPage<kPlacement>& page) {
-  if (page.mask == ~uint64_t{0}) {
-    hopper::BarrierArriveExpecting(&ring.full[stage], Ring::Shape::kPageBytes);
-    const KvTensorMaps::Arena& arena = page.tier == PageTier::kHost ? maps.host : maps.device;
-    hopper::CopyRowsOf4(ring.pages[stage], &arena.whole, page.copy_row, &ring.full[stage]);
-    return;
+  if constexpr (Ring::kCoded) {
+    const std::byte* const base = page.tier == PageTier::kHost ? maps.host.base : maps.device.base;
+    CopyCodes(ring, stage, base + int64_t{page.copy_row} * Ring::Shape::kDim, PiecesOf(page.mask));
+  } else {
+    if (page.mask == ~uint64_t{0}) {
+      hopper::BarrierArriveExpecting(&ring.full[stage], Ring::Shape::kPageBytes);
+      const KvTensorMaps::Arena& arena = page.tier == PageTier::kHost ? maps.host : maps.device;
+      hopper::CopyRowsOf4(ring.pages[stage], &arena.whole, page.copy_row, &ring.full[stage]);
+      return;
+    }
+    ExpectPage(ring, stage, page.mask);
+    for (int box = 0; box < Ring::Shape::kBoxes; ++box) {
+      CopyBoxOfPage(ring, stage, maps, page, box);
+    }
   }
-  ExpectPage(ring, stage, page.mask);
-  for (int box = 0; box < Ring::Shape::kBoxes; ++box) CopyBoxOfPage(ring, stage, maps, page, box);
 }
 
 // A consumer thread's place: its warpgroup, and the elements that wgmma gives it of a product of 64

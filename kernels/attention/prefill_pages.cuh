@@ -1,10 +1,11 @@
 // Brings pages to prefill attention (attend_prefill.cu): the memory that its warpgroups share, the
-// warpgroup that sends pages through the ring, and the warpgroups that rotate keys.
+// warpgroup that sends pages through the ring, and those that decode pages and rotate keys.
 //
-//   producer                             rotators                     consumers
-//   wait empty[stage]                    wait full[stage]             wait full[stage], where keys
-//   copy K, V -> pages[stage],           rotate keys                  are rotated rotated[stage]
-//     full[stage]                        arrive at rotated[stage]     arrive at empty[stage]
+//   producer                             preparers                    consumers
+//   wait empty[stage]                    wait full[stage]             wait full[stage], or, where
+//   copy K, V -> pages[stage],           decode, rotate keys          there are preparers,
+//     full[stage]                        arrive at prepared[stage]      prepared[stage]
+//                                                                     arrive at empty[stage]
 #pragma once
 
 #include "kernels/attention/page_pipeline.cuh"
@@ -13,16 +14,19 @@ namespace kvasir::kernels {
 
 template <Placement kPlacement>
 inline constexpr bool kRotates = kPlacement != Placement::kCached;
+template <Placement kPlacement, bool kCoded>
+inline constexpr bool kPrepares = kRotates<kPlacement> || kCoded;
 
 // Warpgroups, and registers of a thread in each. The registers add up to those of the launch.
-inline constexpr int kRotatorRegisters = 48;
-template <Placement kPlacement>
+template <Placement kPlacement, bool kCoded>
 struct PrefillRoles {
+  static constexpr bool kHasPreparers = kPrepares<kPlacement, kCoded>;
   static constexpr int kProducer = kPrefillConsumers;
-  static constexpr int kRotators = kRotates<kPlacement> ? 2 : 0;  // the last warpgroups
-  static constexpr int kThreads = (kPrefillConsumers + 1 + kRotators) * kGroupThreads;
-  static constexpr int kConsumerRegisters = kRotates<kPlacement> ? 176 : 232;
-  static constexpr int kProducerRegisters = kRotates<kPlacement> ? 32 : 40;
+  static constexpr int kPreparers = kHasPreparers ? 2 : 0;  // the last warpgroups
+  static constexpr int kThreads = (kPrefillConsumers + 1 + kPreparers) * kGroupThreads;
+  static constexpr int kConsumerRegisters = !kHasPreparers ? 232 : kCoded ? 168 : 176;
+  static constexpr int kProducerRegisters = kHasPreparers ? 32 : 40;
+  static constexpr int kPreparerRegisters = kCoded ? 56 : 48;
 };
 
 // The facts about the page in a stage that consumers need, in one word.
@@ -32,36 +36,38 @@ enum PageState : int32_t {
   kMasked,
 };
 
-template <int kHeadDim, int kStageCount, Placement kPlacement>
-struct PrefillRing : PageRing<kHeadDim, kStageCount, KeyPositions<kPlacement>> {
+template <int kHeadDim, int kStageCount, bool kHasCodes, Placement kPlacement>
+struct PrefillRing : PageRing<kHeadDim, kStageCount, kHasCodes, KeyPositions<kPlacement>> {
   PageState states[kStageCount];
+  uint64_t prepared[kStageCount];  // barriers: the stage is decoded and its keys are rotated
 };
 
-template <int kHeadDim, Placement kPlacement>
+template <int kHeadDim, Placement kPlacement, bool kCoded>
 struct alignas(1024) PrefillMemory {
   using Shape = PageShape<kHeadDim>;
   static constexpr int kPlaces = kPlacement == Placement::kGrouped ? 2 : 1;
   static constexpr int kQueryBytes = kPrefillConsumers * kPlaces * Shape::kSideBytes;
-  static constexpr int kStages = (224 * 1024 - kQueryBytes) / Shape::kPageBytes;
-  using Ring = PrefillRing<kHeadDim, kStages, kPlacement>;
+  static constexpr int kFactsBytes = kCoded ? 256 : 64;  // about those of a stage beside its page
+  static constexpr int kStages = (226 * 1024 - kQueryBytes) / (Shape::kPageBytes + kFactsBytes);
+  using Ring = PrefillRing<kHeadDim, kStages, kCoded, kPlacement>;
+  using Roles = PrefillRoles<kPlacement, kCoded>;
   Ring ring;
   // With grouped positions: as near keys see them, then as far keys see them.
   alignas(1024) std::byte queries[kPrefillConsumers][kPlaces][Shape::kSideBytes];
-  uint64_t rotated[kStages];  // barriers: the stage's keys are rotated
 
   // Called by one thread, before a __syncthreads.
   __device__ void Init() {
     constexpr int kGroupWarps = kGroupThreads / kWarpThreads;
-    if constexpr (kRotates<kPlacement>) {
-      for (uint64_t& barrier : rotated) {
-        hopper::BarrierInit(&barrier, PrefillRoles<kPlacement>::kRotators * kGroupWarps);
+    if constexpr (Roles::kHasPreparers) {
+      for (uint64_t& barrier : ring.prepared) {
+        hopper::BarrierInit(&barrier, Roles::kPreparers * kGroupWarps);
       }
     }
     ring.Init(kPrefillConsumers * kGroupWarps);
   }
   // Returns the barrier that consumers wait for.
   __device__ uint64_t* Ready(int stage) {
-    return kRotates<kPlacement> ? &rotated[stage] : &ring.full[stage];
+    return Roles::kHasPreparers ? &ring.prepared[stage] : &ring.full[stage];
   }
 };
 
@@ -156,19 +162,32 @@ __device__ void ProducePages(const AttendLaunch& p, const KvTensorMaps& maps, co
   send({});
 }
 
-// Rotates the keys of all pages to the end. Called by the rotating warpgroups.
-template <int kHeadDim, Placement kPlacement>
-__device__ void RotatePages(const AttendLaunch& p, PrefillMemory<kHeadDim, kPlacement>& shared) {
-  using Role = PrefillRoles<kPlacement>;
-  constexpr int kThreads = Role::kRotators * kGroupThreads;
-  const int thread = static_cast<int>(threadIdx.x) - (Role::kThreads - kThreads);
-  RingPosition<PrefillMemory<kHeadDim, kPlacement>::kStages> at;
+// Decodes all pages to the end, where the KV is quantized, and rotates their keys, where these are
+// cached un-rotated. Called by the preparing warpgroups.
+template <int kHeadDim, Placement kPlacement, bool kCoded>
+__device__ void PreparePages(const AttendLaunch& p,
+                             PrefillMemory<kHeadDim, kPlacement, kCoded>& shared) {
+  using Memory = PrefillMemory<kHeadDim, kPlacement, kCoded>;
+  using Roles = typename Memory::Roles;
+  constexpr int kThreads = Roles::kPreparers * kGroupThreads;
+  const int thread = static_cast<int>(threadIdx.x) - (Roles::kThreads - kThreads);
+  const auto synchronize = [] { hopper::NamedBarrier(1 + kPrefillConsumers, kThreads); };
+  RingPosition<Memory::kStages> at;
   for (bool is_end = false; !is_end; at.Next()) {
     hopper::BarrierWait(&shared.ring.full[at.stage], at.parity);
     is_end = shared.ring.masks[at.stage] == 0;
-    if (!is_end) RotateKeys(shared.ring, at.stage, p.rope, thread, kThreads);
+    if (!is_end) {
+      if constexpr (kCoded) {
+        DecodeStage<kThreads, Decoding::kElements>(shared.ring, at.stage, p.kv.layout.dtype, thread,
+                                                   synchronize);
+      }
+      if constexpr (kRotates<kPlacement>) {
+        if constexpr (kCoded) synchronize();
+        RotateKeys(shared.ring, at.stage, p.rope, thread, kThreads);
+      }
+    }
     __syncwarp();
-    if (thread % kWarpThreads == 0) hopper::BarrierArrive(&shared.rotated[at.stage]);
+    if (thread % kWarpThreads == 0) hopper::BarrierArrive(&shared.ring.prepared[at.stage]);
   }
 }
 

@@ -51,10 +51,15 @@ __device__ inline void BarrierWait(uint64_t* barrier, uint32_t parity) {
       : "memory");
 }
 
-// --- a copy of 16 bytes, global to shared memory; both addresses are multiples of 16 ---
+// --- a copy of 16 or 4 bytes, global to shared memory; both addresses are multiples of that ---
 
 __device__ inline void CopyPart(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(SharedAddress(to)),
+               "l"(__cvta_generic_to_global(from))
+               : "memory");
+}
+__device__ inline void CopyWord(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(SharedAddress(to)),
                "l"(__cvta_generic_to_global(from))
                : "memory");
 }

@@ -36,7 +36,9 @@ constexpr float PowerOfTwo(int exponent) {
 // Returns the scale of a token whose largest magnitude is given. REQUIRES: `dtype` is quantized.
 constexpr uint8_t ScaleOf(DType dtype, float largest) {
   if (!(largest < 0x1p127f)) return kNanScale;
-  const uint32_t code_max = std::bit_cast<uint32_t>(dtype == DType::kInt8 ? kInt8Max : kFloat8Max);
+  // A copy, because device code has no addresses of host constants.
+  const float greatest = dtype == DType::kInt8 ? kInt8Max : kFloat8Max;
+  const auto code_max = std::bit_cast<uint32_t>(greatest);
   // largest = a 2^m and code_max = b 2^n with a, b in [1, 2): the least power is 2^(m - n), or
   // twice that where a > b.
   constexpr uint32_t kMantissa = 0x7fffff;

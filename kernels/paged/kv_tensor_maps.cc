@@ -1,6 +1,7 @@
 #include "kernels/paged/kv_tensor_maps.h"
 
 #include <cuda_runtime_api.h>
+#include <limits>
 
 #include "absl/strings/str_cat.h"
 
@@ -76,16 +77,21 @@ absl::StatusOr<KvTensorMaps::Arena> MakeMaps(const KvLayout& layout, const KvAre
     return absl::InvalidArgumentError(
         absl::StrCat("an arena of pages must be aligned to ", kArenaAlignment, " bytes"));
   }
-  if (arena.bytes < 2 * kPageTokens * layout.row_bytes()) {
-    return absl::InvalidArgumentError(absl::StrCat("an arena of ", arena.bytes,
-                                                   " bytes holds no page, which takes ",
-                                                   2 * kPageTokens * layout.row_bytes()));
+  if (arena.bytes < layout.page_bytes()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "an arena of ", arena.bytes, " bytes holds no page, which takes ", layout.page_bytes()));
+  }
+  // Kernels count rows in 32 bits.
+  if (arena.bytes / layout.row_bytes() > std::numeric_limits<int32_t>::max()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "an arena of ", arena.bytes, " bytes has 2^31 rows of ", layout.row_bytes(), " or more"));
   }
   KvTensorMaps::Arena maps = {};
+  maps.base = arena.base;
+  if (IsQuantized(layout.dtype)) return maps;
   KVASIR_ASSIGN_OR_RETURN(maps.whole, MakeMap(arena, WholeShape(layout, arena)));
   KVASIR_ASSIGN_OR_RETURN(maps.pages, MakeMap(arena, RowsShape(layout, arena, kPageTokens)));
   KVASIR_ASSIGN_OR_RETURN(maps.pieces, MakeMap(arena, RowsShape(layout, arena, kPieceTokens)));
-  maps.base = arena.base;
   return maps;
 }
 
@@ -93,10 +99,11 @@ absl::StatusOr<KvTensorMaps::Arena> MakeMaps(const KvLayout& layout, const KvAre
 
 absl::StatusOr<KvTensorMaps> MakeKvTensorMaps(const KvLayout& layout, const KvArena& device,
                                               const KvArena& host) {
-  if (layout.dtype != DType::kBFloat16 || (layout.head_dim != 64 && layout.head_dim != 128)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("the GPU serves bfloat16 KV with a head_dim of 64 or 128, not ",
-                     DTypeName(layout.dtype), " with ", layout.head_dim));
+  if (layout.element_dtype() != DType::kBFloat16 ||
+      (layout.head_dim != 64 && layout.head_dim != 128)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "the GPU serves bfloat16, fp8_e4m3 and int8 KV with a head_dim of 64 or 128, not ",
+        DTypeName(layout.dtype), " with ", layout.head_dim));
   }
   KvTensorMaps maps = {};
   KVASIR_ASSIGN_OR_RETURN(maps.device, MakeMaps(layout, device));

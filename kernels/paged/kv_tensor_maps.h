@@ -1,8 +1,8 @@
 // Tensor maps by which the GPU's copy engine addresses pages: three for each arena that holds
-// pages, with rows of head_dim values. A page is 64 rows of K and 64 rows of V, at any multiple of
-// a row from the arena's start. It is copied whole, in boxes of 64 rows, or, where it is read in
-// part, in pieces of 8 rows. Made once for each KV store; passed to kernels by value. Only in
-// builds with CUDA.
+// pages, with rows of head_dim values. Pages of quantized KV are copied as plain bytes, without
+// maps. A page is 64 rows of K and 64 rows of V, at any multiple of a row from the arena's start.
+// It is copied whole, in boxes of 64 rows, or, where it is read in part, in pieces of 8 rows. Made
+// once for each KV store; passed to kernels by value. Only in builds with CUDA.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@ struct KvTensorMaps {
     CUtensorMap whole;   // K and V at once, in the order of boxes: columns fastest, then K and V
     CUtensorMap pages;   // boxes of kPageTokens rows
     CUtensorMap pieces;  // boxes of kPieceTokens rows
-    const std::byte* base = nullptr;
+    const std::byte* base = nullptr;  // all that quantized KV has
   };
   Arena device;
   Arena host;
@@ -40,8 +40,9 @@ struct KvArena {
   int64_t bytes = 0;
 };
 
-// INVALID_ARGUMENT unless the layout is bfloat16 with a head_dim of 64 or 128, and for an arena
-// that is empty or misaligned. `host` may be empty: then no page may lie in the host tier.
+// INVALID_ARGUMENT unless the layout is bfloat16, fp8_e4m3 or int8 with a head_dim of 64 or 128,
+// and for an arena that is empty, misaligned, or of 2^31 rows or more. `host` may be empty: then no
+// page may lie in the host tier.
 absl::StatusOr<KvTensorMaps> MakeKvTensorMaps(const KvLayout& layout, const KvArena& device,
                                               const KvArena& host);
 

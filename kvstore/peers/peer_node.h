@@ -30,7 +30,7 @@ namespace kvasir::kvstore {
 using PeerLink = kernels::StrongId<struct PeerLinkTag>;  // never the same twice
 
 // Limits of a message. Larger ones are not sent, and end the link when they are received.
-inline constexpr size_t kMostHeaderBytes = 256;
+inline constexpr size_t kMostHeaderBytes = 64;
 inline constexpr size_t kMostBodyBytes = size_t{1} << 30;
 
 class PeerNode;

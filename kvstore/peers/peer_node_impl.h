@@ -56,7 +56,8 @@ class PeerNodeImpl final : public PeerNode {
   struct Request {
     Link& link;
     std::vector<std::byte> header = {};
-    absl::Span<std::byte> body = {};  // of one that is received
+    absl::Span<std::byte> body = {};             // of one that is received
+    absl::Span<const std::byte> sent_body = {};  // of one that is sent
     std::function<void()> on_sent = {};
     bool received = false;
   };
@@ -71,6 +72,10 @@ class PeerNodeImpl final : public PeerNode {
     ucp_worker_h worker = nullptr;
     ucp_ep_h endpoint = nullptr;
     int wake_fd = -1;
+    // UCX knows how the link goes. What is sent before waits here: UCX 1.13 chooses how to send it
+    // by the limits of TCP, and fails when it is shared memory after all.
+    bool is_open = false;
+    std::vector<std::unique_ptr<Request>> waiting;
     absl::Status ended;                       // why, once it ends
     absl::flat_hash_set<Request*> in_flight;  // owned
     int64_t receiving = 0;                    // of them
@@ -87,6 +92,8 @@ class PeerNodeImpl final : public PeerNode {
   void RunPosted() EXCLUDES(mu_);
   bool Progress();
   void Accept();
+  void AwaitOpen(Link& link);
+  void Begin(std::unique_ptr<Request> request);
   void FinishSent(Link& link);
   void Tick();
   void Sleep();
@@ -105,6 +112,7 @@ class PeerNodeImpl final : public PeerNode {
   static void OnError(void* link, ucp_ep_h endpoint, ucs_status_t status);
   static ucs_status_t OnAm(void* link, const void* header, size_t header_bytes, void* data,
                            size_t bytes, const ucp_am_recv_param_t* param);
+  static void OnOpened(void* ucx, ucs_status_t status, void* link);
   static void OnSent(void* ucx, ucs_status_t status, void* request);
   static void OnReceived(void* ucx, ucs_status_t status, size_t bytes, void* request);
 

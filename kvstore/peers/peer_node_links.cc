@@ -61,6 +61,7 @@ absl::StatusOr<PeerNodeImpl::Link*> PeerNodeImpl::AddLink(ucp_ep_params_t params
   if (status != UCS_OK) return UcxError("opening a link", status);
   Link* const added = link.get();
   links_[added->id] = std::move(link);
+  AwaitOpen(*added);
   return added;
 }
 
@@ -141,19 +142,54 @@ void PeerNodeImpl::Send(PeerLink id, absl::Span<const std::byte> header,
   const auto it = links_.find(id);
   if (it == links_.end() || !it->second->ended.ok()) return;
   Link& link = *it->second;
-  auto request = std::make_unique<Request>(Request{
-      .link = link, .header = {header.begin(), header.end()}, .on_sent = std::move(on_sent)});
+  auto request = std::make_unique<Request>(Request{.link = link,
+                                                   .header = {header.begin(), header.end()},
+                                                   .sent_body = body,
+                                                   .on_sent = std::move(on_sent)});
+  if (link.is_open) {
+    Begin(std::move(request));
+  } else {
+    link.waiting.push_back(std::move(request));
+  }
+}
+
+void PeerNodeImpl::Begin(std::unique_ptr<Request> request) {
+  Link& link = request->link;
   ucp_request_param_t param = {};
   param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
   param.cb.send = OnSent;
   param.user_data = request.get();
   const ucs_status_ptr_t ucx =
       ucp_am_send_nbx(link.endpoint, kMessageId, request->header.data(), request->header.size(),
-                      body.data(), body.size(), &param);
+                      request->sent_body.data(), request->sent_body.size(), &param);
   if (UCS_PTR_IS_PTR(ucx)) {
     link.in_flight.insert(request.release());
   } else {
     link.sent_at_once.emplace_back(std::move(request), UCS_PTR_RAW_STATUS(ucx));
+  }
+}
+
+// A flush ends when the link has been set up.
+void PeerNodeImpl::AwaitOpen(Link& link) {
+  ucp_request_param_t param = {};
+  param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
+  param.cb.send = OnOpened;
+  param.user_data = &link;
+  const ucs_status_ptr_t ucx = ucp_ep_flush_nbx(link.endpoint, &param);
+  if (!UCS_PTR_IS_PTR(ucx)) OnOpened(nullptr, UCS_PTR_RAW_STATUS(ucx), &link);
+}
+
+void PeerNodeImpl::OnOpened(void* ucx, ucs_status_t status, void* opened) {
+  if (ucx != nullptr) ucp_request_free(ucx);
+  Link& link = *static_cast<Link*>(opened);
+  if (!link.ended.ok()) return;
+  if (status != UCS_OK) {
+    link.node.Close(link.id, UcxError("opening a link", status));
+    return;
+  }
+  link.is_open = true;
+  for (std::unique_ptr<Request>& request : std::exchange(link.waiting, {})) {
+    link.node.Begin(std::move(request));
   }
 }
 

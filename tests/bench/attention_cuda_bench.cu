@@ -7,11 +7,12 @@
 // every step and selects in some of them, as in the engine; its time is the mean over a refresh
 // cycle. peer_attention.py puts the dense rows beside those of others.
 //
-//   attention_cuda_bench [--rows=TEXT] [--budget=TOKENS] [TOKENS ...]
+//   attention_cuda_bench [--rows=TEXT] [--budget=TOKENS] [--kv-cache-dtype=DTYPE] [TOKENS ...]
 //                                                      default: 4096 32768 131072 1048576
 //
 //   --rows    only rows of the table whose name contains TEXT
 //   --budget  number of selected tokens (2048)
+//   --kv-cache-dtype  bfloat16 (default), fp8_e4m3 or int8
 #include <algorithm>
 #include <cstdio>
 #include <cuda_bf16.h>
@@ -27,6 +28,7 @@
 #include "kernels/sparse/top_p/top_p_cuda.h"
 #include "tests/bench/attention_cuda_set.cuh"
 #include "tests/bench/cuda_timing.h"
+#include "tests/bench/kv_dtype.h"
 
 namespace kvasir::kernels {
 namespace {
@@ -86,7 +88,7 @@ void Report(const char* name, Call call, int64_t tokens, int64_t num_queries,
             const SelectionHeader& header, const std::vector<SelectionEntry>& list,
             int64_t attended_tokens, int64_t steps = 1, Keys keys = Keys::kRotated) {
   if (std::string_view(name).find(wanted_rows) == std::string_view::npos) return;
-  const int64_t set_bytes = tokens * kKvHeads * kHeadDim * 4;
+  const int64_t set_bytes = tokens * kKvHeads * kv_layout.token_bytes();
   const int64_t num_sets = std::clamp<int64_t>(kSetBytes / set_bytes, 1, kMaxSets);
   const int64_t block_queries = std::min(num_queries, kPageTokens);
   std::vector<Set> sets;
@@ -103,7 +105,7 @@ void Report(const char* name, Call call, int64_t tokens, int64_t num_queries,
   const double heads = kKvHeads * kGroup;
   const double products =
       4.0 * static_cast<double>(num_queries * attended_tokens * kHeadDim) * heads;
-  const double bytes = static_cast<double>(attended_tokens * kKvHeads * kHeadDim * 4);
+  const double bytes = static_cast<double>(attended_tokens * kKvHeads * kv_layout.token_bytes());
   std::printf("| %s | %lld | %lld | %lld | %.1f | %.2f | %.0f |\n", name,
               static_cast<long long>(num_queries), static_cast<long long>(tokens),
               static_cast<long long>(attended_tokens), microseconds, bytes / microseconds / 1e6,
@@ -117,7 +119,7 @@ void BenchBatch(int64_t streams, int64_t tokens) {
   constexpr const char* kName = "dense batch";
   if (std::string_view(kName).find(wanted_rows) == std::string_view::npos) return;
   std::vector<Set> sets;
-  const int64_t all_bytes = streams * tokens * kKvHeads * kHeadDim * 4;
+  const int64_t all_bytes = streams * tokens * kKvHeads * kv_layout.token_bytes();
   const int64_t num_sets = std::clamp<int64_t>(kSetBytes / 4 / all_bytes, 1, kMaxSets);
   for (int64_t i = 0; i < num_sets; ++i) {
     sets.emplace_back(streams * tokens, streams, 1, SelectionHeader{},
@@ -167,7 +169,9 @@ void BenchAppend(int64_t tokens) {
         }
       }) /
       static_cast<double>(sets.size());
-  const double bytes = static_cast<double>(2 * tokens * kColumns * 2);
+  constexpr int64_t kQueryColumns = kKvHeads * kGroup * kHeadDim;
+  const double bytes = static_cast<double>(
+      tokens * ((kColumns + kQueryColumns) * 2 + kKvHeads * kv_layout.token_bytes()));
   std::printf("| %s | %lld | %lld | 0 | %.1f | %.2f | 0 |\n", kName, static_cast<long long>(tokens),
               static_cast<long long>(tokens), microseconds, bytes / microseconds / 1e6);
 }
@@ -260,10 +264,14 @@ int main(int argc, char** argv) {
   for (const char* argument : std::span(argv, static_cast<size_t>(argc)).subspan(1)) {
     constexpr std::string_view kRows = "--rows=";
     constexpr std::string_view kBudget = "--budget=";
+    constexpr std::string_view kDtype = "--kv-cache-dtype=";
     if (std::string_view(argument).starts_with(kRows)) {
       kvasir::kernels::wanted_rows = argument + kRows.size();
     } else if (std::string_view(argument).starts_with(kBudget)) {
       kvasir::kernels::selection_numbers.budget_tokens = std::atoll(argument + kBudget.size());
+    } else if (std::string_view(argument).starts_with(kDtype)) {
+      kvasir::kernels::kv_layout.dtype =
+          kvasir::kernels::Value(kvasir::kernels::ParseKvDType(argument + kDtype.size()));
     } else {
       lengths.push_back(std::atoll(argument));
     }

@@ -23,9 +23,10 @@ namespace kvasir::kernels {
 inline constexpr int64_t kKvHeads = 8;
 inline constexpr int64_t kGroup = 4;
 inline constexpr int64_t kHeadDim = 128;
-inline constexpr KvLayout kLayout = {
+// Layout of the KV, and sink, window and budget of all selections here. Constant once main has read
+// its arguments.
+inline KvLayout kv_layout = {
     .num_layers = 1, .num_kv_heads = kKvHeads, .head_dim = kHeadDim, .dtype = DType::kBFloat16};
-// Sink, window and budget of all selections here. Constant once main has read its arguments.
 inline PolicyNumbers selection_numbers = {
     .sink_tokens = 128, .window_tokens = 1024, .budget_tokens = 2048, .top_p = 0.95f};
 inline constexpr int64_t kListCapacity = 2048;  // entries of one token
@@ -49,6 +50,11 @@ inline __global__ void FillRandom(__nv_bfloat16* values, int64_t count, uint64_t
     for (int part = 0; part < 4; ++part) sum += static_cast<float>(x >> (16 * part) & 0xffff);
     values[i] = __float2bfloat16_rn((sum / 65536.0f - 2.0f) * 1.7f);
   }
+}
+
+// Gives all tokens of quantized KV one scale, by a CTA for each page.
+inline __global__ void FillScales(std::byte* pages, const __grid_constant__ KvLayout layout) {
+  pages[blockIdx.x * layout.page_bytes() + layout.scales_offset() + threadIdx.x] = std::byte{119};
 }
 
 // One sequence with its own pages, in a random order of memory.
@@ -81,7 +87,7 @@ struct Set {
     };
     params = {{.q = tensor(q),
                .out = tensor(out),
-               .kv = {.layout = kLayout,
+               .kv = {.layout = kv_layout,
                       .block_extents = block_extents.As<int32_t>(),
                       .num_slots = 1,
                       .max_blocks_per_slot = num_blocks,
@@ -146,19 +152,23 @@ struct Set {
 
  private:
   void MakePages(int64_t num_blocks, uint64_t seed) {
-    const int64_t bytes = num_blocks * kLayout.block_bytes();
+    const int64_t bytes = num_blocks * kv_layout.block_bytes();
     pages = Value(DeviceBuffer::Allocate(bytes));
     FillRandom<<<1024, 256>>>(pages.As<__nv_bfloat16>(), bytes / 2, seed);
+    if (IsQuantized(kv_layout.dtype)) {
+      FillScales<<<static_cast<unsigned>(num_blocks * kKvHeads), 2 * kPageTokens>>>(pages.data(),
+                                                                                    kv_layout);
+    }
     std::vector<int32_t> rows(static_cast<size_t>(num_blocks));
     for (size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<int32_t>(i);
     std::shuffle(rows.begin(), rows.end(), std::mt19937_64(seed));
     block_extents = Upload(rows);
     std::vector<PageRef> refs;
     for (int64_t i = 0; i < num_blocks * kKvHeads; ++i) {
-      refs.emplace_back(pages.data() + i * kLayout.page_bytes(), PageTier::kDevice);
+      refs.emplace_back(pages.data() + i * kv_layout.page_bytes(), PageTier::kDevice);
     }
     table = Upload(refs);
-    maps = Value(MakeKvTensorMaps(kLayout, {.base = pages.data(), .bytes = bytes}, {}));
+    maps = Value(MakeKvTensorMaps(kv_layout, {.base = pages.data(), .bytes = bytes}, {}));
   }
 
   // Makes bounds and key codes of the blocks.
@@ -171,8 +181,8 @@ struct Set {
       for (int64_t i = 0; i < num_blocks; ++i) of_rows.push_back(digests.data() + i * block_bytes);
       return Upload(of_rows);
     };
-    bounds_table = make(kLayout.block_bounds_bytes(), seed + 7, bounds);
-    codes_table = make(kLayout.block_key_codes_bytes(), seed + 9, codes);
+    bounds_table = make(kv_layout.block_bounds_bytes(), seed + 7, bounds);
+    codes_table = make(kv_layout.block_key_codes_bytes(), seed + 9, codes);
   }
 
   void MakeQueries(int64_t num_queries, uint64_t seed) {
@@ -217,8 +227,8 @@ struct Set {
   }
 
   void MakeWorkspaces(int64_t num_query_tiles) {
-    workspace =
-        Value(DeviceBuffer::Allocate(AttendDecodeWorkspaceBytes(kLayout, num_query_tiles, kGroup)));
+    workspace = Value(
+        DeviceBuffer::Allocate(AttendDecodeWorkspaceBytes(kv_layout, num_query_tiles, kGroup)));
     const int64_t arrival_bytes =
         num_query_tiles * kKvHeads * static_cast<int64_t>(sizeof(uint32_t));
     arrivals = Value(DeviceBuffer::Allocate(arrival_bytes));
@@ -229,7 +239,7 @@ struct Set {
                   TokenSelectWorkspaceBytes(params.kv, kGroup, num_query_tiles),
                   InfiniteHipWorkspaceBytes(hip, params.kv, num_query_tiles)})));
     pruning = Value(DeviceBuffer::Allocate(
-        TopPWorkspaceBytes(kLayout, kGroup, num_query_tiles, kListCapacity, MaxListTokens())));
+        TopPWorkspaceBytes(kv_layout, kGroup, num_query_tiles, kListCapacity, MaxListTokens())));
   }
 
   // Makes what a decoding sequence remembers of a selection, without and with infinitehip's stages.

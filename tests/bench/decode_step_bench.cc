@@ -4,7 +4,7 @@
 //
 //   decode_step_bench [--model=FOLDER] [--device=cuda] [--contexts=4096,131072] [--policies=...]
 //                     [--batch=1] [--steps=64] [--budget=2048] [--ranks=1] [--device-share=1]
-//                     [--turn=0]
+//                     [--turn=0] [--kv-cache-dtype=bfloat16]
 //
 // With several ranks, a process and a GPU each, rank 0 is printed. With a --device-share below 1,
 // that share of the longest context's KV fits into device memory, and the rest is read from the
@@ -175,7 +175,7 @@ Bench::Bench(const Flags& flags, int rank, Rendezvous* rendezvous)
   EngineOptions options = {.group_epoch = kEpoch,
                            .max_num_seqs = 2 * flags.batch,
                            .max_num_batched_tokens = std::max(kFillTokens, flags.batch),
-                           .kv_dtype = kernels::DType::kBFloat16,
+                           .kv_dtype = flags.kv_cache_dtype,
                            .policies = {}};
   for (const std::string& policy : flags.policies) {
     options.policies.push_back(MakePolicy(policy, flags.budget));
@@ -345,17 +345,17 @@ double Bench::WeightBytes() const {
 // bounds, or keys for tokenselect. A pruner reads the codes of the selected tokens.
 double Bench::BytesRead(const std::string& policy, int64_t context,
                         const Measured& measured) const {
-  const kernels::KvLayout layout = model_.transformer->kv_layout(kernels::DType::kBFloat16);
+  const kernels::KvLayout layout = model_.transformer->kv_layout(flags_.kv_cache_dtype);
   const auto per_step = [&](int64_t count) {
     return static_cast<double>(count) / static_cast<double>(flags_.steps);
   };
   const double pages = static_cast<double>(context / kPageTokens);
   const auto codes = static_cast<double>(layout.page_key_codes_bytes());
   double bytes = WeightBytes() +
-                 per_step(measured.attended_tokens) * 2 * static_cast<double>(layout.row_bytes());
+                 per_step(measured.attended_tokens) * static_cast<double>(layout.token_bytes());
   if (absl::StartsWith(policy, "all")) return bytes;
   // For infinitehip only its first stage: the codes that later stages read are not counted.
-  const int64_t judged = absl::StartsWith(policy, "tokenselect") ? kPageTokens * layout.row_bytes()
+  const int64_t judged = absl::StartsWith(policy, "tokenselect") ? layout.page_bytes() / 2
                                                                  : layout.page_bounds_bytes();
   bytes += per_step(measured.selected) * pages * static_cast<double>(judged);
   if (absl::StrContains(policy, "+top_p")) {
@@ -370,9 +370,9 @@ void Bench::Print(int64_t context, const std::string& policy, const Measured& me
   if (rank_ != 0) return;
   const int64_t layers = model_.transformer->options().config.num_layers;
   const double bytes = BytesRead(policy, context, measured);
-  const double rows = static_cast<double>(
-      flags_.steps * flags_.batch *
-      model_.transformer->kv_layout(kernels::DType::kBFloat16).pages_per_block());
+  const double rows =
+      static_cast<double>(flags_.steps * flags_.batch *
+                          model_.transformer->kv_layout(flags_.kv_cache_dtype).pages_per_block());
   const double wall = Mean(measured.wall_ms);
   const double gpu = measured.gpu_ms.empty() ? wall : Mean(measured.gpu_ms);
   std::printf(

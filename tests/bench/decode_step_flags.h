@@ -17,6 +17,7 @@
 
 #include "kernels/paged/paged_kv.h"
 #include "proto/selector_field.h"
+#include "tests/bench/kv_dtype.h"
 
 namespace kvasir::worker {
 
@@ -36,6 +37,7 @@ struct Flags {
   std::string device = "cuda";
   std::vector<int64_t> contexts = {4096, 32768, 131072, 524288};
   std::vector<std::string> policies = {"all", "quest", "quest+top_p", "infinitehip"};
+  kernels::DType kv_cache_dtype = kernels::DType::kBFloat16;
   int64_t batch = 1;
   int64_t steps = 64;
   int64_t budget = 2048;
@@ -70,6 +72,8 @@ inline Flags ParseFlags(int argc, char** argv) {
       flags.device = value;
     else if (name == "--policies")
       flags.policies = absl::StrSplit(value, ',');
+    else if (name == "--kv-cache-dtype")
+      flags.kv_cache_dtype = Value(kernels::ParseKvDType(value));
     else if (name == "--batch")
       flags.batch = Number(value);
     else if (name == "--steps")

@@ -78,17 +78,18 @@ class SyntheticKvBackend final : public ForwardingBackend {
   absl::Status Fill(const StepBatch& batch, const kernels::KvLayout& layout) {
     const int64_t tokens = batch.num_tokens();
     const int64_t width = layout.num_kv_heads * layout.head_dim;
-    const int64_t bytes = 2 * tokens * width * static_cast<int64_t>(DTypeSize(layout.dtype));
+    const int64_t bytes =
+        2 * tokens * width * static_cast<int64_t>(DTypeSize(layout.element_dtype()));
     if (bytes > heads_.size_bytes()) {
       KVASIR_ASSIGN_OR_RETURN(heads_, inner().Allocate(bytes));
       KVASIR_ASSIGN_OR_RETURN(room_, inner().Allocate(bytes));
     }
     const auto view = [&](std::byte* data, int64_t num_heads) {
-      return kernels::TensorView(data, layout.dtype, {tokens, num_heads, layout.head_dim},
+      return kernels::TensorView(data, layout.element_dtype(), {tokens, num_heads, layout.head_dim},
                                  room_.device());
     };
     for (int64_t layer = 0; layer < layout.num_layers; ++layer) {
-      const kernels::TensorView kv(heads_.data(), layout.dtype, {tokens, 2 * width},
+      const kernels::TensorView kv(heads_.data(), layout.element_dtype(), {tokens, 2 * width},
                                    heads_.device());
       KVASIR_RETURN_IF_ERROR(inner().FillRandom(
           {.y = kv, .seed = ++fills_, .spread = std::sqrt(3.0), .width = 2 * width}));

@@ -44,7 +44,8 @@ MEAN_RATIO, MAX_RATIO = 1.5, 2.5
 
 @dataclass
 class Shape:
-    """A model, by the names of config.json. Context and hidden size are small, heads are those of the original."""
+    """A model, by the names of config.json. Context and hidden size are small, heads are the original's or, in the largest
+    models, as many of them as share two KV heads."""
     family: str
     heads: tuple  # query heads, KV heads
     head_dim: int = 128
@@ -63,6 +64,8 @@ SHAPES = {
     "llama-3.2-1b": Shape("Llama", (32, 8), 64, extends=32.0, rope={**LLAMA3, "factor": 32.0},
                           more={"tie_word_embeddings": True}),
     "llama-2-7b": Shape("Llama", (32, 32)),
+    "llama-3.1-405b": Shape("Llama", (32, 2), extends=8.0, rope={**LLAMA3, "factor": 8.0}),
+    "mistral-large": Shape("Mistral", (24, 2), rope={"rope_type": "default", "rope_theta": 1e6}, more={"sliding_window": None}),
     "mistral-7b": Shape("Mistral", (32, 8), rope={"rope_type": "default", "rope_theta": 1e6}, more={"sliding_window": None}),
 }
 

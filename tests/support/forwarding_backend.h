@@ -21,8 +21,8 @@ class ForwardingBackend : public Backend {
     return inner_.CheckModel(model, dtype);
   }
   absl::Status CheckPolicies(std::span<const v1::SparsityPolicy> policies,
-                             int64_t num_ranks) const override {
-    return inner_.CheckPolicies(policies, num_ranks);
+                             const TransformerOptions& model) const override {
+    return inner_.CheckPolicies(policies, model);
   }
   absl::Status Serve(const v1::AttentionPolicy& policy, ServedSelector& served) const override {
     return inner_.Serve(policy, served);

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "kernels/append/digests.h"
 #include "tests/support/attention_batch.h"
@@ -47,8 +48,11 @@ inline void AddPeak(AttentionBatch& batch, int64_t slot, int64_t begin, int64_t 
   const float key = x * std::sqrt(static_cast<float>(batch.shape().head_dim)) / kPeakQuery;
   for (int64_t head = 0; head < batch.shape().kv_heads; ++head) {
     for (int64_t t = begin; t < end; ++t) {
-      std::byte* token = kv.Token(FakePagedKv::Side::kKey, slot, t, AttentionBatch::kLayer, head);
-      SetPeak(batch, t, key, [&](int64_t i, float value) { kv.Set(token, i, value); });
+      constexpr auto kKey = FakePagedKv::Side::kKey;
+      std::vector<float> token = kv.Elements(kKey, slot, t, AttentionBatch::kLayer, head);
+      SetPeak(batch, t, key,
+              [&](int64_t i, float value) { token[static_cast<size_t>(i)] = value; });
+      kv.SetToken(kKey, slot, t, AttentionBatch::kLayer, head, token);
     }
   }
   for (int64_t block = begin / kPageTokens; block * kPageTokens < end; ++block) {

@@ -136,7 +136,7 @@ class Backend {
   virtual absl::Status CheckModel(const TransformerOptions& model,
                                   kernels::DType kv_dtype) const = 0;
   virtual absl::Status CheckPolicies(std::span<const v1::SparsityPolicy> policies,
-                                     int64_t num_ranks) const = 0;
+                                     const TransformerOptions& model) const = 0;
   // Adds to the stages of a policy what the device itself needs to run them. REQUIRES: the policy
   // passed CheckPolicies, and `served` was made of it.
   virtual absl::Status Serve(const v1::AttentionPolicy& policy, ServedSelector& served) const = 0;

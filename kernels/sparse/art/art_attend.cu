@@ -21,9 +21,9 @@ constexpr int kThreads = kGroupThreads + kWarpThreads;
 constexpr int kStages = 4;
 constexpr int kNever = 0x7fffffff;
 
-template <int kHeadDim>
+template <int kHeadDim, bool kCoded>
 struct alignas(1024) SharedMemory {
-  PageRing<kHeadDim, kStages> ring;
+  PageRing<kHeadDim, kStages, kCoded> ring;
   DecodeMemory<kHeadDim> consumer;
   int orders[kStages];        // of the pages in the ring
   int stop;                   // the first order that is not needed; kNever: all are
@@ -48,9 +48,9 @@ __device__ void CountPages(const ArtLaunch& p, const Reading& reading, int begin
 
 // --- the producer warp ---
 
-template <int kHeadDim, Placement kPlacement>
+template <int kHeadDim, Placement kPlacement, bool kCoded>
 __device__ void Produce(const ArtLaunch& p, const KvTensorMaps& maps, const Reading& reading,
-                        SharedMemory<kHeadDim>& shared) {
+                        SharedMemory<kHeadDim, kCoded>& shared) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
   RingPosition<kStages> at;
   for (int first = 0; first < reading.size();) {
@@ -115,8 +115,8 @@ __device__ float SumOverRows(float value) {
 }
 
 // Writes the sums of weights of the thread's two heads.
-template <int kHeadDim>
-__device__ void Totals(SharedMemory<kHeadDim>& shared, const ThreadPlace& me,
+template <int kHeadDim, bool kCoded>
+__device__ void Totals(SharedMemory<kHeadDim, kCoded>& shared, const ThreadPlace& me,
                        const ThreadState<kHeadDim>& state, float (&totals)[2]) {
   for (int j = 0; j < 2; ++j) {
     const float sum = SumOverRows(state.sum[j]);
@@ -130,9 +130,9 @@ __device__ void Totals(SharedMemory<kHeadDim>& shared, const ThreadPlace& me,
 }
 
 // Called after a page was added. Returns whether the last `patience` pages were calm for all heads.
-template <int kHeadDim>
-__device__ bool IsCalm(const ArtLaunch& p, SharedMemory<kHeadDim>& shared, const ThreadPlace& me,
-                       int64_t patience, const ThreadState<kHeadDim>& state,
+template <int kHeadDim, bool kCoded>
+__device__ bool IsCalm(const ArtLaunch& p, SharedMemory<kHeadDim, kCoded>& shared,
+                       const ThreadPlace& me, int64_t patience, const ThreadState<kHeadDim>& state,
                        Watch<kHeadDim>& watch) {
   const ArtOptions& options = p.options;
   const bool raw = options.probe == ArtOptions::Probe::kRaw;
@@ -196,8 +196,8 @@ struct Guard {
   bool is_made = false;
 };
 
-template <int kHeadDim, Placement kPlacement>
-__device__ void MakeGuard(const ArtLaunch& p, SharedMemory<kHeadDim>& shared,
+template <int kHeadDim, Placement kPlacement, bool kCoded>
+__device__ void MakeGuard(const ArtLaunch& p, SharedMemory<kHeadDim, kCoded>& shared,
                           const Reading& reading, const ThreadPlace& me, Guard& guard) {
   const int lane = me.thread % kWarpThreads;
   const int pages = reading.skip_end - reading.skip_begin;
@@ -227,8 +227,8 @@ __device__ void MakeGuard(const ArtLaunch& p, SharedMemory<kHeadDim>& shared,
 }
 
 // Whether the pages from `order` on weigh too little to matter, for all heads.
-template <int kHeadDim, Placement kPlacement>
-__device__ bool RestIsSmall(const ArtLaunch& p, SharedMemory<kHeadDim>& shared,
+template <int kHeadDim, Placement kPlacement, bool kCoded>
+__device__ bool RestIsSmall(const ArtLaunch& p, SharedMemory<kHeadDim, kCoded>& shared,
                             const Reading& reading, const ThreadPlace& me, int order,
                             const Watch<kHeadDim>& watch, Guard& guard) {
   if (p.options.guard == ArtOptions::Guard::kNone) return true;
@@ -244,9 +244,10 @@ __device__ bool RestIsSmall(const ArtLaunch& p, SharedMemory<kHeadDim>& shared,
   return __all_sync(kAllLanes, small);
 }
 
-template <int kHeadDim>
-__device__ void Store(const ArtLaunch& p, SharedMemory<kHeadDim>& shared, const PageRun& run,
-                      const ThreadPlace& me, const ThreadState<kHeadDim>& state) {
+template <int kHeadDim, bool kCoded>
+__device__ void Store(const ArtLaunch& p, SharedMemory<kHeadDim, kCoded>& shared,
+                      const PageRun& run, const ThreadPlace& me,
+                      const ThreadState<kHeadDim>& state) {
   float totals[2];
   Synchronize(me);  // totals of the last page have been read
   Totals<kHeadDim>(shared, me, state, totals);
@@ -268,12 +269,13 @@ __device__ void Store(const ArtLaunch& p, SharedMemory<kHeadDim>& shared, const 
   }
 }
 
-template <int kHeadDim, Placement kPlacement>
+template <int kHeadDim, Placement kPlacement, bool kCoded>
 __device__ void Consume(const ArtLaunch& p, const Reading& reading, bool is_watched,
-                        SharedMemory<kHeadDim>& shared) {
+                        SharedMemory<kHeadDim, kCoded>& shared) {
   const ThreadPlace me = MyPlace();
   const int64_t patience = p.numbers[reading.run.row / p.kv.layout.num_kv_heads].patience;
-  LoadQuery<kHeadDim, kPlacement>(p, reading.run, me, shared.consumer.query);
+  LoadQuery<kHeadDim, kPlacement>(p, reading.run, {.end = static_cast<int>(p.group)}, me,
+                                  shared.consumer.query);
   ThreadState<kHeadDim> state;
   Watch<kHeadDim> watch;
   Guard guard = {.sums = p.unread + reading.run.row * (p.kv.max_blocks_per_slot + 1) * p.group};
@@ -305,12 +307,12 @@ __device__ void Consume(const ArtLaunch& p, const Reading& reading, bool is_watc
   }
 }
 
-template <int kHeadDim, Placement kPlacement>
+template <int kHeadDim, Placement kPlacement, bool kCoded>
 __global__ void __launch_bounds__(kThreads, 1)
     AttendArtKernel(const __grid_constant__ ArtLaunch p,
                     const __grid_constant__ KvTensorMaps maps) {
   extern __shared__ std::byte raw[];
-  auto& shared = *reinterpret_cast<SharedMemory<kHeadDim>*>(
+  auto& shared = *reinterpret_cast<SharedMemory<kHeadDim, kCoded>*>(
       (reinterpret_cast<uintptr_t>(raw) + 1023) / 1024 * 1024);
   cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();
@@ -337,25 +339,30 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-template <int kHeadDim, Placement kPlacement>
+template <int kHeadDim, Placement kPlacement, bool kCoded>
 cudaError_t Launch(const ArtLaunch& p, const KvTensorMaps& maps, cudaStream_t stream) {
-  constexpr int kSharedBytes = static_cast<int>(sizeof(SharedMemory<kHeadDim>)) + 1024;
+  constexpr int kSharedBytes = static_cast<int>(sizeof(SharedMemory<kHeadDim, kCoded>)) + 1024;
   static_assert(kSharedBytes <= 227 * 1024);
   if (const cudaError_t error =
-          AllowSharedBytes(AttendArtKernel<kHeadDim, kPlacement>, kSharedBytes);
+          AllowSharedBytes(AttendArtKernel<kHeadDim, kPlacement, kCoded>, kSharedBytes);
       error != cudaSuccess) {
     return error;
   }
-  return LaunchOverlapped(AttendArtKernel<kHeadDim, kPlacement>, static_cast<unsigned>(p.num_rows),
-                          kThreads, kSharedBytes, stream, p, maps);
+  return LaunchOverlapped(AttendArtKernel<kHeadDim, kPlacement, kCoded>,
+                          static_cast<unsigned>(p.num_rows), kThreads, kSharedBytes, stream, p,
+                          maps);
 }
 
 }  // namespace
 
 cudaError_t LaunchAttendArt(const ArtLaunch& p, const KvTensorMaps& maps, cudaStream_t stream) {
   return ForHeadDim(p.kv.layout.head_dim, [&]<int kHeadDim>() {
-    return p.rope.on() ? Launch<kHeadDim, Placement::kCompact>(p, maps, stream)
-                       : Launch<kHeadDim, Placement::kCached>(p, maps, stream);
+    const auto launch = [&]<bool kCoded>() {
+      return p.rope.on() ? Launch<kHeadDim, Placement::kCompact, kCoded>(p, maps, stream)
+                         : Launch<kHeadDim, Placement::kCached, kCoded>(p, maps, stream);
+    };
+    return IsQuantized(p.kv.layout.dtype) ? launch.template operator()<true>()
+                                          : launch.template operator()<false>();
   });
 }
 

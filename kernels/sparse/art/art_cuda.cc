@@ -33,6 +33,7 @@ absl::Status AttendArt(const CudaAttendParams& params, const ArtCuda& art, const
   ShapeCheck check("art on the GPU");
   check.Require(art.numbers.size() == params.tiles.size(), "numbers must be one per query tile")
       .Require(!params.grouped.on(), "rows at grouped positions cannot be terminated")
+      .Require(launch.group <= kMaxDecodeHeads, "a KV head has at most 8 query heads")
       .Require(static_cast<int64_t>(params.device_counts.size()) == params.selection.num_rows,
                "device_counts must be one per row");
   KVASIR_RETURN_IF_ERROR(check.status());

@@ -23,7 +23,7 @@ absl::StatusOr<SelectLaunch> MakeSelectLaunch(absl::string_view name, const Cuda
   check.Match("q", p.q, {"tokens", "heads", layout.head_dim})
       .Require(IsFloat32OrBFloat16(p.q.dtype()), "q must be float32 or bfloat16")
       .Require(p.q.device() == Device::kCuda, "q must be in device memory")
-      .Require(IsFloat32OrBFloat16(layout.dtype), "the KV must be float32 or bfloat16")
+      .Require(IsKvDType(layout.dtype), "the KV must be float32, bfloat16, fp8_e4m3 or int8")
       .Require(layout.head_dim == 64 || layout.head_dim == 128, "head_dim must be 64 or 128")
       .Require(p.layer >= 0 && p.layer < layout.num_layers, "no such layer")
       .Require(p.numbers.size() == p.tiles.size(), "numbers must be one per query tile")

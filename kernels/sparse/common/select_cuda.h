@@ -13,11 +13,9 @@
 #include "kernels/sparse/common/cuda_selector.h"
 #include "kernels/sparse/common/device_memory.h"
 #include "kernels/sparse/common/select_shape.h"
+#include "kernels/sparse/common/stages.h"
 
 namespace kvasir::kernels {
-
-// Most query heads of a KV head, for kernels that hold something of each in registers.
-inline constexpr int64_t kMaxCudaGroup = 8;
 
 // A Select or Prune call as kernels take it. All pointers are device memory.
 struct SelectLaunch {
@@ -39,7 +37,7 @@ inline SelectShape ShapeOf(const SelectLaunch& launch) {
   return {.head_dim = launch.kv.layout.head_dim,
           .group = launch.group,
           .q = launch.q_dtype,
-          .kv = launch.kv.layout.dtype,
+          .kv = launch.kv.layout.element_dtype(),
           .max_pages = launch.kv.max_blocks_per_slot,
           .rows = launch.out.num_rows};
 }

@@ -11,6 +11,7 @@
 #include "kernels/base/head_dim.h"
 #include "kernels/base/hopper.cuh"
 #include "kernels/base/overlapped_launch.h"
+#include "kernels/paged/kv_codes.cuh"
 #include "kernels/sparse/common/block_list.cuh"
 #include "kernels/sparse/hip/hip_launch.h"
 #include "kernels/sparse/hip/hip_rule.h"
@@ -127,26 +128,49 @@ __device__ int64_t TokenAt(const SearchRow& row, int64_t i, int64_t count) {
   return token < row.end ? token : -1;
 }
 
-// Null if there is no key.
-__device__ const std::byte* FindKey(const HipLaunch& p, const DeviceRow& row, int64_t token) {
-  if (token < 0) return nullptr;
-  const std::byte* keys = FindKeys(p.select, row, token / kPageTokens, p.faults);
-  if (keys == nullptr) return nullptr;
-  return keys + token % kPageTokens * p.select.kv.layout.row_bytes();
+// A key as stored, in parts of eight bytes of codes or sixteen bytes of other elements.
+template <typename Kv>
+struct StoredKey {
+  using Part = KeyVector<Kv>;
+  const Part* parts;
+
+  __device__ StoredKey(const KvLayout& layout, const std::byte* page, int64_t token)
+      : parts(reinterpret_cast<const Part*>(page + token * layout.row_bytes())) {}
+  __device__ Part operator[](int i) const { return parts[i]; }
+};
+struct CodedKey {
+  using Part = KeyVector<BFloat16>;
+  const uint2* parts;
+  CodeScale scale;
+  DType dtype;
+
+  __device__ CodedKey(const KvLayout& layout, const std::byte* page, int64_t token)
+      : parts(reinterpret_cast<const uint2*>(page + token * layout.row_bytes())),
+        scale(static_cast<uint8_t>(page[layout.scales_offset() + token])),
+        dtype(layout.dtype) {}
+  __device__ Part operator[](int i) const {
+    const uint4 elements = scale.Of(dtype == DType::kInt8 ? DecodeEight<true>(parts[i])
+                                                          : DecodeEight<false>(parts[i]));
+    return *reinterpret_cast<const Part*>(&elements);
+  }
+};
+
+// Returns the page of a token; null if there is none.
+__device__ const std::byte* FindPage(const HipLaunch& p, const DeviceRow& row, int64_t token) {
+  return token < 0 ? nullptr : FindKeys(p.select, row, token / kPageTokens, p.faults);
 }
 
 // Raises `best` to the largest logit of the queries [0, count) for a key.
-template <typename Kv, int kHeadDim>
-__device__ void RaiseBest(const std::byte* key, const float (*queries)[kHeadDim], int count,
+template <typename Key, int kHeadDim>
+__device__ void RaiseBest(const Key& key, const float (*queries)[kHeadDim], int count,
                           float& best) {
-  constexpr int kElements = KeyVector<Kv>::kElements;
-  const auto* from = reinterpret_cast<const KeyVector<Kv>*>(key);
+  constexpr int kElements = Key::Part::kElements;
 #pragma unroll 1
   for (int first = 0; first < count; first += kQueriesAtOnce) {
     float sums[kQueriesAtOnce] = {};
 #pragma unroll 2
     for (int i = 0; i < kHeadDim / kElements; ++i) {
-      const KeyVector<Kv> part = from[i];
+      const typename Key::Part part = key[i];
 #pragma unroll
       for (int e = 0; e < kElements; e += 4) {
 #pragma unroll
@@ -167,7 +191,7 @@ __device__ void RaiseBest(const std::byte* key, const float (*queries)[kHeadDim]
 }
 
 // `has_queries`: shared memory already holds all of the row's queries, from an earlier round.
-template <typename Kv, int kHeadDim>
+template <typename Key, int kHeadDim>
 __device__ void ScoreHalves(const HipLaunch& p, const SearchRow& row, bool& has_queries,
                             SharedMemory<kHeadDim>& shared) {
   const int64_t count = p.num_halves[row.at.index] * kHipBlockTokens;
@@ -177,7 +201,8 @@ __device__ void ScoreHalves(const HipLaunch& p, const SearchRow& row, bool& has_
   const unsigned thread = warp * kWarpThreads + threadIdx.x % kWarpThreads;
   for (int64_t first = 0; first < count; first += int64_t{kSearchBlocks} * kSelectThreads) {
     const int64_t i = first + thread;
-    const std::byte* const key = FindKey(p, row.at, TokenAt(row, i, count));
+    const int64_t token = TokenAt(row, i, count);
+    const std::byte* const page = FindPage(p, row.at, token);
     float best = -INFINITY;
     for (int tile = 0; tile < num_queries; tile += kTileQueries) {
       const int in_tile = min(kTileQueries, num_queries - tile);
@@ -187,7 +212,8 @@ __device__ void ScoreHalves(const HipLaunch& p, const SearchRow& row, bool& has_
         __syncthreads();
         has_queries = num_queries <= kTileQueries;
       }
-      if (key != nullptr) RaiseBest<Kv>(key, shared.queries, in_tile, best);
+      if (page == nullptr) continue;
+      RaiseBest(Key(p.select.kv.layout, page, token % kPageTokens), shared.queries, in_tile, best);
     }
     best = fmaxf(best, __shfl_xor_sync(kAllLanes, best, 1));
     if (i < count && i % kHipBlockTokens == 0) row.scores[i / kHipBlockTokens] = OrderedScore(best);
@@ -233,7 +259,7 @@ __device__ void KeepHalves(const HipLaunch& p, const SearchRow& row, SelectMemor
   __syncthreads();  // all nodes are there
 }
 
-template <typename Kv, int kHeadDim>
+template <typename Key, int kHeadDim>
 __global__ void __launch_bounds__(kSelectThreads)
     SearchKernel(const __grid_constant__ HipLaunch p) {
   extern __shared__ uint4 raw[];
@@ -262,7 +288,7 @@ __global__ void __launch_bounds__(kSelectThreads)
   do {
     longest = LongestHipHalf(longest);
     hopper::ClusterSync();  // halves are there
-    ScoreHalves<Kv>(p, row, has_queries, shared);
+    ScoreHalves<Key>(p, row, has_queries, shared);
     hopper::ClusterSync();  // scores are there
     if (leads) {
       KeepHalves(p, row, shared.select, reinterpret_cast<uint32_t*>(&shared + 1));
@@ -274,9 +300,9 @@ __global__ void __launch_bounds__(kSelectThreads)
   reuse.Remember();
 }
 
-template <typename Kv, int kHeadDim>
+template <typename Key, int kHeadDim>
 cudaError_t Launch(const HipLaunch& p, cudaStream_t stream) {
-  const auto kernel = SearchKernel<Kv, kHeadDim>;
+  const auto kernel = SearchKernel<Key, kHeadDim>;
   const auto shared_bytes = static_cast<int>(
       sizeof(SharedMemory<kHeadDim>) +
       static_cast<size_t>(std::min(kCopiedScores, 2 * p.max_nodes)) * sizeof(uint32_t));
@@ -288,17 +314,19 @@ cudaError_t Launch(const HipLaunch& p, cudaStream_t stream) {
                                   kSelectThreads, shared_bytes, stream, p);
 }
 
-template <typename Kv>
+template <typename Key>
 cudaError_t Launch(const HipLaunch& p, cudaStream_t stream) {
   return ForHeadDim(p.select.kv.layout.head_dim,
-                    [&]<int kHeadDim>() { return Launch<Kv, kHeadDim>(p, stream); });
+                    [&]<int kHeadDim>() { return Launch<Key, kHeadDim>(p, stream); });
 }
 
 }  // namespace
 
 cudaError_t LaunchHip(const HipLaunch& p, cudaStream_t stream) {
-  return p.select.kv.layout.dtype == DType::kFloat32 ? Launch<float>(p, stream)
-                                                     : Launch<BFloat16>(p, stream);
+  const DType dtype = p.select.kv.layout.dtype;
+  if (IsQuantized(dtype)) return Launch<CodedKey>(p, stream);
+  return dtype == DType::kFloat32 ? Launch<StoredKey<float>>(p, stream)
+                                  : Launch<StoredKey<BFloat16>>(p, stream);
 }
 
 }  // namespace kvasir::kernels

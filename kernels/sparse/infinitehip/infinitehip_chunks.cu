@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads, 1)
         if (kv.extent(row.tile.slot, page) < 0) continue;
         const std::byte* bounds = kv.Bounds(row.tile.slot, page, p.select.layer, row.kv_head);
         RaiseByPage<kHeadDim>(LoadBound<Kv, kHeadDim>(bounds, lane),
-                              LoadBound<Kv, kHeadDim>(bounds + kv.layout.row_bytes(), lane), turn,
+                              LoadBound<Kv, kHeadDim>(bounds + kv.layout.element_row_bytes(), lane), turn,
                               queries, count, lane, best);
       }
     }

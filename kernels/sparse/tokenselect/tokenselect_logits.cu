@@ -1,6 +1,7 @@
 // Computes logits of all candidates and the sums of their softmaxes by CTAs, reading each key once.
-// Each warp copies its bfloat16 keys page by page into shared memory, several pages ahead, and
-// multiplies them by tensor cores. Float32 keys are read where they lie.
+// Each warp copies its keys page by page into shared memory, several pages ahead, decodes them
+// there where the KV is quantized, and multiplies them by tensor cores. Float32 keys are read where
+// they lie.
 #include <algorithm>
 #include <cfloat>
 #include <cuda_bf16.h>
@@ -9,6 +10,7 @@
 #include "kernels/base/head_dim.h"
 #include "kernels/base/hopper.cuh"
 #include "kernels/base/overlapped_launch.h"
+#include "kernels/paged/kv_codes.cuh"
 #include "kernels/sparse/tokenselect/voting_row.cuh"
 
 namespace kvasir::kernels {
@@ -86,15 +88,18 @@ __device__ void StorePart(const TokenSelectLaunch& p, const VotingRow& row,
   p.parts[(row.at.index * p.blocks_of_row + blockIdx.y) * p.select.group + threadIdx.x] = all;
 }
 
-// --- keys in bfloat16 ---
+// --- keys in bfloat16, or decoded to it ---
 
 constexpr int kWarps = 2;  // of a CTA; a multiprocessor has two CTAs
 
+// Codes are copied to the end of a stage.
 template <int kHeadDim>
 struct KeyRing {
   static constexpr int kStages = 3 * 128 / kHeadDim;
   static constexpr int kPageBytes = static_cast<int>(kPageTokens) * kHeadDim * 2;
+  static constexpr int kCodeBytes = kPageBytes / 2;
   alignas(128) std::byte pages[kStages][kPageBytes];
+  alignas(16) std::byte scales[kStages][kPageTokens];  // of codes
   uint64_t full[kStages];
 };
 
@@ -106,7 +111,7 @@ struct LogitMemory {
 };
 
 // Streams the pages first, first + step, ... of a row through a warp's ring. By the whole warp.
-template <int kHeadDim>
+template <int kHeadDim, bool kCoded>
 class KeyStream {
   using Ring = KeyRing<kHeadDim>;
   static constexpr int kStages = Ring::kStages;
@@ -132,7 +137,9 @@ class KeyStream {
   __device__ const std::byte* Wait() const {
     const int stage = read_ % kStages;
     hopper::BarrierWait(&ring_.full[stage], static_cast<uint32_t>(read_ / kStages % 2));
-    return (exist_ >> stage & 1) != 0 ? ring_.pages[stage] : nullptr;
+    if ((exist_ >> stage & 1) == 0) return nullptr;
+    if constexpr (kCoded) Decode(stage);
+    return ring_.pages[stage];
   }
   // Called after the page was read.
   __device__ void Next() {
@@ -155,10 +162,40 @@ class KeyStream {
     if (lane_ != 0) return;
     if (keys == nullptr) {
       hopper::BarrierArrive(&ring_.full[stage]);
+    } else if constexpr (kCoded) {
+      hopper::BarrierArriveExpecting(&ring_.full[stage],
+                                     Ring::kCodeBytes + static_cast<uint32_t>(kPageTokens));
+      hopper::CopyOnce(ring_.pages[stage] + Ring::kCodeBytes, keys, Ring::kCodeBytes,
+                       &ring_.full[stage]);
+      hopper::CopyOnce(ring_.scales[stage], keys + 2 * Ring::kCodeBytes, kPageTokens,
+                       &ring_.full[stage]);
     } else {
       hopper::BarrierArriveExpecting(&ring_.full[stage], Ring::kPageBytes);
       hopper::CopyOnce(ring_.pages[stage], keys, Ring::kPageBytes, &ring_.full[stage]);
     }
+  }
+
+  // Decodes the stage's keys in place, a few tokens at a time from the first on: what they fill
+  // held codes of tokens up to the last of them.
+  __device__ void Decode(int stage) const {
+    constexpr int kOfToken = kHeadDim / 16;  // lanes, with sixteen codes each
+    std::byte* const page = ring_.pages[stage];
+    const auto* const codes = reinterpret_cast<const uint4*>(page + Ring::kCodeBytes);
+    auto* const keys = reinterpret_cast<uint4*>(page);
+    const bool is_int8 = p_.select.kv.layout.dtype == DType::kInt8;
+    const auto decode = [&](const uint2& eight) {
+      return is_int8 ? DecodeEight<true>(eight) : DecodeEight<false>(eight);
+    };
+#pragma unroll 1
+    for (int i = lane_; i < kPageTokens * kOfToken; i += kWarpThreads) {
+      const uint4 own = codes[i];
+      const CodeScale scale(static_cast<uint8_t>(ring_.scales[stage][i / kOfToken]));
+      __syncwarp();
+      keys[2 * i] = scale.Of(decode({own.x, own.y}));
+      keys[2 * i + 1] = scale.Of(decode({own.z, own.w}));
+      __syncwarp();
+    }
+    hopper::FenceAsyncProxy();  // the stage is copied to again
   }
 
   const TokenSelectLaunch& p_;
@@ -277,7 +314,7 @@ __device__ void TakeLogits(const std::byte* keys, const MeanTiles<kHeadDim, kTil
   }
 }
 
-template <int kHeadDim, int kTiles>
+template <int kHeadDim, int kTiles, bool kCoded>
 __global__ void __launch_bounds__(kWarps* kWarpThreads)
     ProductKernel(const __grid_constant__ TokenSelectLaunch p) {
   extern __shared__ std::byte raw[];
@@ -291,7 +328,7 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads)
   const int warp = static_cast<int>(threadIdx.x) / kWarpThreads;
   const int64_t first = row.first_page() + int64_t{blockIdx.y} * kWarps + warp;
   const int64_t step = p.blocks_of_row * kWarps;
-  KeyStream<kHeadDim> stream(p, row, memory.rings[warp], first, step);
+  KeyStream<kHeadDim, kCoded> stream(p, row, memory.rings[warp], first, step);
   LoadMeans<kHeadDim>(p.select, row.at, memory.means);
   const int group = static_cast<int>(p.select.group);
   const MeanTiles<kHeadDim, kTiles> means(memory.means, group);
@@ -340,7 +377,9 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads)
 template <int kHeadDim, int kTiles>
 cudaError_t LaunchProducts(const TokenSelectLaunch& p, const dim3& blocks, cudaStream_t stream) {
   constexpr int kSharedBytes = static_cast<int>(sizeof(LogitMemory<kHeadDim>)) + 128;
-  const auto kernel = ProductKernel<kHeadDim, kTiles>;
+  const auto kernel = IsQuantized(p.select.kv.layout.dtype)
+                          ? ProductKernel<kHeadDim, kTiles, true>
+                          : ProductKernel<kHeadDim, kTiles, false>;
   if (const cudaError_t error = AllowSharedBytes(kernel, kSharedBytes); error != cudaSuccess) {
     return error;
   }

@@ -52,6 +52,7 @@ class TokenSelectSelector : public Selector {
   GpuSupport SupportsGpu(int64_t num_ranks) const override {
     return {.runs = true,
             .reuses = true,
+            .any_group = false,
             .options = RequireGroupScope("tokenselect", scope_, num_ranks)};
   }
 

@@ -80,9 +80,7 @@ TEST_P(AttendCudaTest, CompactPositionsOfSingleTokens) {
       const uint64_t mask = uint64_t{1} << (page * 7 % 64);
       entries.push_back({.page = page, .chosen = mask | mask << 1, .live = mask});
       const int64_t other = page * kPageTokens + (page * 7 + 2) % 64;
-      std::byte* key =
-          batch.kv().Token(FakePagedKv::Side::kKey, 0, other, AttentionBatch::kLayer, head);
-      batch.kv().Set(key, 3, std::numeric_limits<float>::quiet_NaN());
+      Poison(batch, FakePagedKv::Side::kKey, other, head);
     }
     return SelectList(70, 6200, std::move(entries));
   });
@@ -249,9 +247,7 @@ TEST_P(AttendCudaTest, GroupedPositionsOfPagesInTheHostTier) {
     }
     for (int64_t t = 8; t < 16; ++t) {
       for (const auto side : {FakePagedKv::Side::kKey, FakePagedKv::Side::kValue}) {
-        std::byte* token =
-            batch.kv().Token(side, 0, page * kPageTokens + t, AttentionBatch::kLayer, head);
-        batch.kv().Set(token, 5, std::numeric_limits<float>::quiet_NaN());
+        Poison(batch, side, page * kPageTokens + t, head);
       }
     }
   }

@@ -16,7 +16,13 @@ namespace kvasir::kernels {
 namespace {
 
 INSTANTIATE_TEST_SUITE_P(Shapes, AttendCudaTest,
-                         testing::Combine(testing::Values(64, 128), testing::Values(1, 2, 4, 7, 8)),
+                         testing::Combine(testing::Values(64, 128),
+                                          testing::Values(1, 2, 4, 7, 8, 9, 16),
+                                          testing::Values(DType::kBFloat16)),
+                         CaseName());
+INSTANTIATE_TEST_SUITE_P(Codes, AttendCudaTest,
+                         testing::Combine(testing::Values(64, 128), testing::Values(4, 7, 12),
+                                          testing::Values(DType::kFloat8E4M3, DType::kInt8)),
                          CaseName());
 
 TEST_P(AttendCudaTest, DenseAgreesAtEveryPageEdge) {
@@ -164,11 +170,12 @@ TEST_P(AttendCudaTest, PagesMayLieInTheHostTierAndAreRecorded) {
   ASSERT_TRUE(device.Run(Decode).ok());
   const PagedKv kv = batch.kv().View();
   const int64_t layer_page = kv.layout.page_in_block(AttentionBatch::kLayer, 1);
+  const int64_t times = TimesRead();
   int64_t touched = 0;
   for (size_t page = 0; page < device.missed_bytes().size(); ++page) {
     const bool missed =
         static_cast<int64_t>(page) == kv.extent(0, 5) * kv.layout.pages_per_block() + layer_page;
-    EXPECT_EQ(device.missed_bytes()[page], missed ? kv.layout.page_bytes() : 0) << page;
+    EXPECT_EQ(device.missed_bytes()[page], missed ? times * kv.layout.page_bytes() : 0) << page;
     touched += device.last_touched()[page] == *kv.accesses.step ? 1 : 0;
   }
   EXPECT_EQ(touched, 16 * 2);  // pages of two KV heads
@@ -198,7 +205,8 @@ TEST_P(AttendCudaTest, ListsOfSingleTokensReadTheseTokens) {
   const PagedKv kv = batch.kv().View();
   const int64_t missed = kv.extent(0, kHostPage) * kv.layout.pages_per_block() +
                          kv.layout.page_in_block(AttentionBatch::kLayer, 1);
-  EXPECT_EQ(device.missed_bytes()[static_cast<size_t>(missed)], 2 * 3 * kv.layout.row_bytes());
+  EXPECT_EQ(device.missed_bytes()[static_cast<size_t>(missed)],
+            TimesRead() * 3 * kv.layout.token_bytes());
 }
 
 TEST_P(AttendCudaTest, AbsentPagesSetTheFaultOfTheirSlotOnly) {

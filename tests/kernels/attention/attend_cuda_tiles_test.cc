@@ -33,9 +33,7 @@ TEST_P(AttendCudaTest, TokensThatShareTilesMayLieInTheHostTier) {
       for (int64_t t = 0; t < kPageTokens; ++t) {
         if ((entry.live >> t & 1) != 0) continue;
         for (const auto side : {FakePagedKv::Side::kKey, FakePagedKv::Side::kValue}) {
-          std::byte* token =
-              batch.kv().Token(side, 0, entry.page * kPageTokens + t, AttentionBatch::kLayer, head);
-          batch.kv().Set(token, 5, std::numeric_limits<float>::quiet_NaN());
+          Poison(batch, side, entry.page * kPageTokens + t, head);
         }
       }
       if (entry.page % 2 == 0) continue;

@@ -33,6 +33,17 @@ TEST(KernelPlans, DecodeHasACtaPerMultiprocessor) {
   EXPECT_EQ(TextOf(plan), "decode kernel, head_dim 128, group 4, cached positions, 132 CTAs");
 }
 
+TEST(KernelPlans, DecodeTakesEightHeadsOfAGroupAtATime) {
+  AttendShape shape = {.head_dim = 64, .rows = 3, .placement = Placement::kCached};
+  for (const auto& [group, parts] :
+       {std::pair(1, 1), std::pair(8, 1), std::pair(9, 2), std::pair(16, 2), std::pair(17, 3)}) {
+    shape.group = group;
+    EXPECT_EQ(PlanAttendDecode(shape, 132).parts, parts) << group;
+  }
+  EXPECT_EQ(TextOf(PlanAttendDecode(shape, 132)),
+            "decode kernel, head_dim 64, group 17, cached positions, 3 x 44 CTAs");
+}
+
 TEST(KernelPlans, PrefillHasACtaForTwoHeadsOfARow) {
   AttendShape shape = {.head_dim = 64, .rows = 6, .group = 7, .placement = Placement::kGrouped};
   EXPECT_EQ(TextOf(PlanAttendPrefill(shape)),

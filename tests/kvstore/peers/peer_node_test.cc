@@ -138,20 +138,24 @@ TEST_P(PeerNodeTest, BringsBodiesOfEverySizeToTheirPlace) {
   }
 }
 
-TEST_P(PeerNodeTest, BodiesGoBothWaysAtOnce) {
-  const PeerLink link = Open();
-  std::vector<std::vector<std::byte>> sent;
-  for (uint64_t seed = 0; seed < 20; ++seed) sent.push_back(ContentsOf(seed, 300'000));
-  OnNode([&] {
+// Bug: short bodies that were sent before UCX had set up shared memory ended the link.
+TEST_P(PeerNodeTest, BodiesGoBothWaysFromTheFirstMomentOn) {
+  for (const size_t bytes : {size_t{200}, size_t{5'000}, size_t{300'000}}) {
+    SCOPED_TRACE(bytes);
+    const PeerLink link = Open();
+    std::vector<std::vector<std::byte>> sent;
+    for (uint64_t seed = 0; seed < 20; ++seed) sent.push_back(ContentsOf(seed, bytes));
+    OnNode([&] {
+      for (uint64_t seed = 0; seed < sent.size(); ++seed) {
+        node_->Send(link, BytesOf(Answered{.seed = seed}), sent[seed], nullptr);
+      }
+      return true;
+    });
+    ASSERT_TRUE(collector_.AwaitArrivals(sent.size()));
+    const auto bodies = collector_.TakeBodies();
     for (uint64_t seed = 0; seed < sent.size(); ++seed) {
-      node_->Send(link, BytesOf(Answered{.seed = seed}), sent[seed], nullptr);
+      EXPECT_TRUE(bodies.at(seed) == sent[seed]) << "seed " << seed;
     }
-    return true;
-  });
-  ASSERT_TRUE(collector_.AwaitArrivals(sent.size()));
-  const auto bodies = collector_.TakeBodies();
-  for (uint64_t seed = 0; seed < sent.size(); ++seed) {
-    EXPECT_TRUE(bodies.at(seed) == sent[seed]) << "seed " << seed;
   }
 }
 

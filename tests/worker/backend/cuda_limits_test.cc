@@ -48,7 +48,9 @@ TEST(CudaLimits, GpusItRunsOn) {
 }
 
 TEST(CudaLimits, ModelsItComputes) {
-  EXPECT_TRUE(CheckCudaModel(ServedModel(), DType::kBFloat16).ok());
+  for (const DType kv : {DType::kBFloat16, DType::kFloat8E4M3, DType::kInt8}) {
+    EXPECT_TRUE(CheckCudaModel(ServedModel(), kv).ok()) << DTypeName(kv);
+  }
   TransformerOptions model = ServedModel();
   model.config.head_dim = 64;
   EXPECT_TRUE(CheckCudaModel(model, DType::kBFloat16).ok());
@@ -63,21 +65,24 @@ TEST(CudaLimits, ModelsItDoesNot) {
   model.dtype = DType::kFloat32;
   ExpectRefused(CheckCudaModel(model, DType::kBFloat16), "--dtype=bfloat16");
   ExpectRefused(CheckCudaModel(ServedModel(), DType::kFloat32), "--kv-cache-dtype=bfloat16");
-  ExpectRefused(CheckCudaModel(ServedModel(), DType::kFloat8E4M3), "--kv-cache-dtype=bfloat16");
   model = ServedModel();
   model.weights = kernels::WeightForm::kInt8;
   ExpectRefused(CheckCudaModel(model, DType::kBFloat16), "--weights-dtype=auto");
-  model = ServedModel();
-  model.config.head_dim = 80;
-  ExpectRefused(CheckCudaModel(model, DType::kBFloat16), "80 dimensions");
-  model = ServedModel();
-  model.config.num_kv_heads = 2;
-  ExpectRefused(CheckCudaModel(model, DType::kBFloat16), "16 query heads");
+  for (const int64_t head_dim : {80, 96, 256}) {
+    model = ServedModel();
+    model.config.head_dim = head_dim;
+    ExpectRefused(CheckCudaModel(model, DType::kBFloat16),
+                  absl::StrCat("head_dim of the model is ", head_dim, "; it must be 64 or 128"));
+  }
 }
 
-absl::Status CheckPolicy(const v1::SparsityPolicy& policy, int64_t num_ranks = 1) {
+absl::Status CheckPolicy(const v1::SparsityPolicy& policy, int64_t num_ranks = 1,
+                         int64_t num_kv_heads = 8) {
   const std::vector<v1::SparsityPolicy> policies = {ServedPolicy(), policy};
-  return CheckCudaPolicies(policies, num_ranks);
+  TransformerOptions model = ServedModel();
+  model.shard.num_ranks = num_ranks;
+  model.config.num_kv_heads = num_kv_heads;
+  return CheckCudaPolicies(policies, model);
 }
 
 TEST(CudaLimits, PoliciesItServes) {
@@ -123,6 +128,30 @@ TEST(CudaLimits, PoliciesItDoesNot) {
   }
 }
 
+TEST(CudaLimits, LargeGroupsLeaveSomeMethodsOut) {
+  constexpr int64_t kKvHeads = 2;  // 16 query heads for each
+  for (const std::string selector : {"all", "streaming", "quest", "hip", "infinitehip"}) {
+    v1::SparsityPolicy policy = ServedPolicy();
+    v1::SetSelector(selector, *policy.mutable_prefill());
+    v1::SetSelector(selector, *policy.mutable_decode());
+    EXPECT_TRUE(CheckPolicy(policy, 1, kKvHeads).ok()) << CheckPolicy(policy, 1, kKvHeads);
+  }
+  v1::SparsityPolicy policy = ServedPolicy();
+  policy.mutable_decode()->mutable_tokenselect();
+  ExpectRefused(CheckPolicy(policy, 1, kKvHeads),
+                "tokenselect is asked for, and 16 query heads of the model share a KV head; "
+                "tokenselect serves at most 8");
+  EXPECT_TRUE(CheckPolicy(policy, 1, 4).ok()) << CheckPolicy(policy, 1, 4);
+  policy = ServedPolicy();
+  policy.mutable_decode()->set_top_p(0.9f);
+  ExpectRefused(CheckPolicy(policy, 1, kKvHeads), "top_p serves at most 8");
+  policy = ServedPolicy();
+  policy.mutable_decode()->mutable_art();
+  ExpectRefused(
+      CheckPolicy(policy, 1, kKvHeads),
+      "larger groups have all, streaming, quest, hip and infinitehip, without top_p and art");
+}
+
 // Returns the option values that a selector refuses on GPUs, as the docs write them. Every value of
 // every option is tried; one that the method does not have is an error of Create.
 std::string RefusedOptions(const kernels::SelectorMethod& method) {
@@ -148,7 +177,11 @@ TEST(CudaLimits, TheDocsSayWhatRunsOnGpus) {
   const auto yes_or_no = [](bool yes) { return yes ? "yes" : "no"; };
   for (const kernels::SelectorMethod& method : kernels::SelectorMethods()) {
     const kernels::GpuSupport support = method.make({}).value()->SupportsGpu(1);
-    const std::string refused = RefusedOptions(method);
+    std::string refused = RefusedOptions(method);
+    if (support.runs && !support.any_group) {
+      absl::StrAppend(&refused, refused.empty() ? "" : ", ", "more than ", kernels::kMaxCudaGroup,
+                      " query heads a KV head");
+    }
     absl::StrAppend(&table, "| `", method.name, "` | ", yes_or_no(support.runs), " | ",
                     yes_or_no(support.reuses), " | ", refused, refused.empty() ? "|\n" : " |\n");
   }

@@ -37,6 +37,8 @@ constexpr Tolerances kAtGroupedPositions = {.one_step = 0.1f, .reusing = 0.2f};
 // 0.14, and under infinitehip by 0.35 where its attention is rounded otherwise. There are no
 // figures of lists that serve several steps.
 constexpr Tolerances kBeyondTheWindow = {.one_step = 0.2f, .reusing = 0.4f};
+// A code of fp8 is up to 1/8 larger than the one before it.
+constexpr Tolerances kQuantized = {.one_step = 0.1f, .reusing = 0.2f};
 constexpr int64_t kLayers = 6;  // of the model
 // How often the CPU rounds differently, and how far the GPU's differences may exceed the CPU's own.
 constexpr uint64_t kRoundings = 8;
@@ -217,6 +219,22 @@ TEST_F(CudaEngineTest, ABatchOfAllPoliciesAnswersAsOnTheCpu) {
     requests.push_back(MakeRequest(begin, size, static_cast<uint32_t>(i % kNumPolicies)));
   }
   ExpectAlike(models_, requests);
+}
+
+// Both sides decode the same codes where the same keys were written; a key that differs in its last
+// bit may get the next code.
+TEST_F(CudaEngineTest, EveryPolicyAnswersOverQuantizedKvAsOnTheCpu) {
+  for (const kernels::DType dtype : {kernels::DType::kFloat8E4M3, kernels::DType::kInt8}) {
+    for (const auto& [models, tolerances] :
+         {std::pair(&models_, kQuantized), std::pair(&extended_models_, kExtended)}) {
+      Comparison how = {.tolerances = tolerances};
+      how.options.kv_dtype = dtype;
+      for (uint32_t policy = 0; policy < kNumPolicies; ++policy) {
+        SCOPED_TRACE(testing::Message() << DTypeName(dtype) << ", policy " << policy);
+        ExpectAlike(*models, {MakeRequest(100, 3000, policy)}, how);
+      }
+    }
+  }
 }
 
 // Serves a text whose answer has the same tokens on the CPU and the GPU, or the last that was

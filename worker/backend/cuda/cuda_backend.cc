@@ -95,8 +95,8 @@ absl::StatusOr<std::optional<int64_t>> CudaBackend::DeviceMemoryLeft(double util
 }
 
 absl::Status CudaBackend::CheckPolicies(std::span<const v1::SparsityPolicy> policies,
-                                        int64_t num_ranks) const {
-  return CheckCudaPolicies(policies, num_ranks);
+                                        const TransformerOptions& model) const {
+  return CheckCudaPolicies(policies, model);
 }
 
 absl::Status CudaBackend::Serve(const v1::AttentionPolicy& policy, ServedSelector& served) const {

@@ -34,7 +34,7 @@ class CudaBackend final : public Backend {
   std::string name() const override { return name_; }
   absl::Status CheckModel(const TransformerOptions& model, kernels::DType kv_dtype) const override;
   absl::Status CheckPolicies(std::span<const v1::SparsityPolicy> policies,
-                             int64_t num_ranks) const override;
+                             const TransformerOptions& model) const override;
   absl::Status Serve(const v1::AttentionPolicy& policy, ServedSelector& served) const override;
   absl::StatusOr<std::optional<int64_t>> DeviceMemoryLeft(double utilization) const override;
   absl::StatusOr<Memory> Allocate(int64_t bytes) override;

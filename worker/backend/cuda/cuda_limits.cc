@@ -16,8 +16,6 @@ namespace {
 
 using kernels::DType;
 
-constexpr int64_t kMaxGroup = 8;  // query heads of a KV head (kernels/attention/attend_cuda.h)
-
 template <typename... Args>
 absl::Status NotOnGpu(const Args&... args) {
   return absl::UnimplementedError(absl::StrCat("--device=cuda: ", args...));
@@ -39,24 +37,42 @@ std::string SelectorsWith(const Predicate& is_listed) {
   return list;
 }
 
-absl::Status CheckSelector(const v1::AttentionPolicy& policy, int64_t num_ranks) {
+int64_t GroupOf(const TransformerOptions& model) {
+  return model.config.num_heads / model.config.num_kv_heads;
+}
+
+// Refuses a method for models with larger groups than its kernels serve.
+absl::Status CheckGroup(const std::string& method, const TransformerOptions& model) {
+  const int64_t group = GroupOf(model);
+  if (group <= kernels::kMaxCudaGroup) return absl::OkStatus();
+  return NotOnGpu(
+      method, " is asked for, and ", group, " query heads of the model share a KV head; ", method,
+      " serves at most ", kernels::kMaxCudaGroup, "; there, larger groups have ",
+      SelectorsWith([](const kernels::GpuSupport& other) { return other.runs && other.any_group; }),
+      ", without top_p and art");
+}
+
+absl::Status CheckSelector(const v1::AttentionPolicy& policy, const TransformerOptions& model) {
   const std::string name = v1::SelectorName(policy);
   KVASIR_ASSIGN_OR_RETURN(const auto selector,
                           kernels::MakeSelector(name, SelectorOptions(policy)));
-  const kernels::GpuSupport support = selector->SupportsGpu(num_ranks);
+  const kernels::GpuSupport support = selector->SupportsGpu(model.shard.num_ranks);
   if (!support.runs) {
     return NotOnGpu("the selector is ", name, "; there are ",
                     SelectorsWith([](const kernels::GpuSupport& other) { return other.runs; }));
   }
   if (!support.options.ok()) return NotOnGpu(support.options.message());
+  if (!support.any_group) KVASIR_RETURN_IF_ERROR(CheckGroup(name, model));
   if (policy.reuse().rule().empty() || support.reuses) return absl::OkStatus();
   return NotOnGpu("selections of ", name, " are reused; those of ",
                   SelectorsWith([](const kernels::GpuSupport& other) { return other.reuses; }),
                   " can be");
 }
 
-absl::Status CheckPart(const v1::AttentionPolicy& policy, int64_t num_ranks) {
-  KVASIR_RETURN_IF_ERROR(CheckSelector(policy, num_ranks));
+absl::Status CheckPart(const v1::AttentionPolicy& policy, const TransformerOptions& model) {
+  KVASIR_RETURN_IF_ERROR(CheckSelector(policy, model));
+  if (policy.top_p() != 0) KVASIR_RETURN_IF_ERROR(CheckGroup("top_p", model));
+  if (policy.has_art()) KVASIR_RETURN_IF_ERROR(CheckGroup("art", model));
   if (policy.quality().min_mass() != 0) {
     return NotOnGpu("min_mass is ", policy.quality().min_mass(), "; it must be 0");
   }
@@ -75,28 +91,26 @@ absl::Status CheckCudaModel(const TransformerOptions& model, DType kv_dtype) {
   if (model.dtype != DType::kBFloat16) {
     return NotOnGpu("the model computes in ", DTypeName(model.dtype), "; use --dtype=bfloat16");
   }
-  if (kv_dtype != DType::kBFloat16) {
-    return NotOnGpu("the KV is ", DTypeName(kv_dtype), "; use --kv-cache-dtype=bfloat16");
+  if (kv_dtype == DType::kFloat32) {
+    return NotOnGpu("the KV is ", DTypeName(kv_dtype),
+                    "; use --kv-cache-dtype=bfloat16, fp8_e4m3 or int8");
   }
   if (model.weights != kernels::WeightForm::kAsInput) {
     return NotOnGpu("weights are kept in int8; use --weights-dtype=auto");
   }
   const int64_t head_dim = model.config.head_dim;
   if (head_dim != 64 && head_dim != 128) {
-    return NotOnGpu("heads of the model have ", head_dim, " dimensions; there are 64 and 128");
-  }
-  const int64_t group = model.config.num_heads / model.config.num_kv_heads;
-  if (group > kMaxGroup) {
-    return NotOnGpu(group, " query heads of the model share a KV head; at most ", kMaxGroup,
-                    " may");
+    return NotOnGpu("head_dim of the model is ", head_dim,
+                    "; it must be 64 or 128, or the model is served by --device=cpu");
   }
   return absl::OkStatus();
 }
 
-absl::Status CheckCudaPolicies(std::span<const v1::SparsityPolicy> policies, int64_t num_ranks) {
+absl::Status CheckCudaPolicies(std::span<const v1::SparsityPolicy> policies,
+                               const TransformerOptions& model) {
   for (const v1::SparsityPolicy& policy : policies) {
-    KVASIR_RETURN_IF_ERROR(CheckPart(policy.prefill(), num_ranks));
-    KVASIR_RETURN_IF_ERROR(CheckPart(policy.decode(), num_ranks));
+    KVASIR_RETURN_IF_ERROR(CheckPart(policy.prefill(), model));
+    KVASIR_RETURN_IF_ERROR(CheckPart(policy.decode(), model));
   }
   return absl::OkStatus();
 }

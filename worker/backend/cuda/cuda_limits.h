@@ -23,6 +23,7 @@ absl::Status CheckCudaDevice(absl::string_view name, int major, int minor);
 absl::Status CheckCudaModel(const TransformerOptions& model, kernels::DType kv_dtype);
 
 // REQUIRES: the policies' selectors and their options exist.
-absl::Status CheckCudaPolicies(std::span<const v1::SparsityPolicy> policies, int64_t num_ranks);
+absl::Status CheckCudaPolicies(std::span<const v1::SparsityPolicy> policies,
+                               const TransformerOptions& model);
 
 }  // namespace kvasir::worker

@@ -28,15 +28,15 @@ constexpr PolicyNumbers kNumbers = {.sink_tokens = 40, .window_tokens = 130, .pa
 // Pages that may have been asked for when a row ends.
 constexpr int64_t kAskedFor = 3;
 
-// head_dim, query heads of a KV head, form of keys.
-class ArtCudaTest : public testing::TestWithParam<std::tuple<int64_t, int64_t, Keys>> {
+// head_dim, query heads of a KV head, form of keys, dtype of the KV.
+class ArtCudaTest : public testing::TestWithParam<std::tuple<int64_t, int64_t, Keys, DType>> {
  protected:
   void SetUp() override {
     if (!HasGpu()) GTEST_SKIP() << "no GPU on this machine";
   }
   static AttentionBatch Make(int64_t slots, int64_t tokens, uint64_t seed) {
     return MakeBatch({.activation = DType::kBFloat16,
-                      .kv = DType::kBFloat16,
+                      .kv = std::get<3>(GetParam()),
                       .head_dim = std::get<0>(GetParam()),
                       .kv_heads = 2,
                       .group = std::get<1>(GetParam())},
@@ -140,7 +140,13 @@ class ArtCudaTest : public testing::TestWithParam<std::tuple<int64_t, int64_t, K
 
 INSTANTIATE_TEST_SUITE_P(Shapes, ArtCudaTest,
                          testing::Combine(testing::Values(64, 128), testing::Values(1, 4, 7),
-                                          testing::Values(Keys::kRotated, Keys::kUnrotated)),
+                                          testing::Values(Keys::kRotated, Keys::kUnrotated),
+                                          testing::Values(DType::kBFloat16)),
+                         CaseName());
+INSTANTIATE_TEST_SUITE_P(Codes, ArtCudaTest,
+                         testing::Combine(testing::Values(64, 128), testing::Values(4),
+                                          testing::Values(Keys::kRotated, Keys::kUnrotated),
+                                          testing::Values(DType::kFloat8E4M3, DType::kInt8)),
                          CaseName());
 
 // Lists with pruned pages and all, of many lengths.

@@ -134,6 +134,11 @@ INSTANTIATE_TEST_SUITE_P(Shapes, CompactSelectCudaTest,
                                           testing::Values(DType::kFloat32, DType::kBFloat16),
                                           testing::Values(DType::kBFloat16)),
                          CaseName());
+INSTANTIATE_TEST_SUITE_P(Codes, CompactSelectCudaTest,
+                         testing::Combine(testing::Values(64, 128), testing::Values(4, 7),
+                                          testing::Values(DType::kBFloat16),
+                                          testing::Values(DType::kFloat8E4M3, DType::kInt8)),
+                         CaseName());
 
 TEST_P(CompactSelectCudaTest, QuestSelectsWhatTheCpuSelects) {
   AttentionBatch batch(Shape(), 2, 4096, 71);

@@ -72,6 +72,11 @@ TEST_P(TokenListsCudaTest, InDecodeInfiniteHipChoosesWhatTheCpuChooses) {
   ExpectInfiniteHipAlikeInLongTexts(Shape(), 60, 1);
 }
 
+TEST_P(LargeGroupsCudaTest, InfiniteHipChoosesWhatTheCpuChooses) {
+  ExpectInfiniteHipAlikeInLongTexts(Shape(), 64, 64);
+  ExpectInfiniteHipAlikeInLongTexts(Shape(), 65, 1);
+}
+
 // The rows are so numerous that each has few CTAs. Some tiles have `rows` queries, the others one.
 void ExpectInfiniteHipAlikeInManyRows(const AttentionShape& shape, int64_t rows) {
   constexpr int64_t kTokens = 9'001;

@@ -99,9 +99,15 @@ void ExpectSelectsAlike(AttentionBatch& batch, const std::vector<PolicyNumbers>&
 class QuestCudaTest : public SelectorCudaTest {};
 
 INSTANTIATE_TEST_SUITE_P(Shapes, QuestCudaTest,
-                         testing::Combine(testing::Values(64, 128), testing::Values(1, 2, 4, 7, 8),
+                         testing::Combine(testing::Values(64, 128),
+                                          testing::Values(1, 2, 4, 7, 8, 12),
                                           testing::Values(DType::kFloat32, DType::kBFloat16),
                                           testing::Values(DType::kFloat32, DType::kBFloat16)),
+                         CaseName());
+INSTANTIATE_TEST_SUITE_P(Codes, QuestCudaTest,
+                         testing::Combine(testing::Values(64, 128), testing::Values(4, 7),
+                                          testing::Values(DType::kBFloat16),
+                                          testing::Values(DType::kFloat8E4M3, DType::kInt8)),
                          CaseName());
 
 TEST_P(QuestCudaTest, SelectsWhatTheCpuSelects) {

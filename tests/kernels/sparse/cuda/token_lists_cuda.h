@@ -77,5 +77,7 @@ inline void AddBlock(AttentionBatch& batch, std::vector<PolicyNumbers>& numbers,
 
 // One suite in two files. Its shapes are listed in token_lists_cuda_test.cc.
 class TokenListsCudaTest : public SelectorCudaTest {};
+// More query heads of a KV head than tokenselect serves.
+class LargeGroupsCudaTest : public SelectorCudaTest {};
 
 }  // namespace kvasir::kernels

@@ -22,10 +22,21 @@
 namespace kvasir::kernels {
 namespace {
 
+INSTANTIATE_TEST_SUITE_P(Shapes, LargeGroupsCudaTest,
+                         testing::Combine(testing::Values(64, 128), testing::Values(9, 16),
+                                          testing::Values(DType::kFloat32, DType::kBFloat16),
+                                          testing::Values(DType::kBFloat16)),
+                         CaseName());
+
 INSTANTIATE_TEST_SUITE_P(Shapes, TokenListsCudaTest,
                          testing::Combine(testing::Values(64, 128), testing::Values(1, 4, 7, 8),
                                           testing::Values(DType::kFloat32, DType::kBFloat16),
                                           testing::Values(DType::kFloat32, DType::kBFloat16)),
+                         CaseName());
+INSTANTIATE_TEST_SUITE_P(Codes, TokenListsCudaTest,
+                         testing::Combine(testing::Values(64, 128), testing::Values(4, 7),
+                                          testing::Values(DType::kBFloat16),
+                                          testing::Values(DType::kFloat8E4M3, DType::kInt8)),
                          CaseName());
 
 Lists TokenSelectOnGpu(AttentionBatch& batch, const std::vector<PolicyNumbers>& numbers,
@@ -237,8 +248,8 @@ Lists HipOnGpu(AttentionBatch& batch, const std::vector<PolicyNumbers>& numbers,
       });
 }
 
-TEST_P(TokenListsCudaTest, HipChoosesWhatTheCpuChooses) {
-  AttentionBatch batch(Shape(), 3, 4096, 55);
+void ExpectHipAlike(const AttentionShape& shape) {
+  AttentionBatch batch(shape, 3, 4096, 55);
   batch.FillContext(0, 4096);
   batch.FillContext(1, 700);
   batch.FillContext(2, 2111);
@@ -265,6 +276,9 @@ TEST_P(TokenListsCudaTest, HipChoosesWhatTheCpuChooses) {
   ExpectAlike(Compare(found, cpu.View()));
   EXPECT_EQ(std::count(found.faults.begin(), found.faults.end(), 0), 3);
 }
+
+TEST_P(TokenListsCudaTest, HipChoosesWhatTheCpuChooses) { ExpectHipAlike(Shape()); }
+TEST_P(LargeGroupsCudaTest, HipChoosesWhatTheCpuChooses) { ExpectHipAlike(Shape()); }
 
 // All scores are equal: the later half is kept again and again.
 TEST_P(TokenListsCudaTest, HipTakesTheLaterOfEqualHalves) {
