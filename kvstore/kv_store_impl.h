@@ -15,6 +15,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 
 #include "kernels/paged/paged_kv.h"
@@ -144,6 +145,7 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   HostSlab& host_;  // of pages_
   AdoptedBlocks adopted_;
   std::deque<DueHeader> due_headers_;  // in the order of sealing
+  absl::Time next_headers_ = absl::InfinitePast();
   absl::flat_hash_map<BlockId, BlockState> blocks_;
   int64_t num_unused_ = 0;
   std::vector<BlockId> extent_blocks_;  // [extent], no id while the extent is free
