@@ -1,8 +1,9 @@
-// Attention on the GPU: the op of attend.h for bfloat16 q and KV, head_dim 64 or 128. All pointers
-// of the params, spans included, are device memory. The guarantees of attend.h hold with two
-// exceptions: a result depends on the length of its own list (which decides how the list is cut for
-// parallel work), never on batch, tier or other rows; and products are summed by the tensor cores,
-// in float32. Rows that may end early are AttendArt's (kernels/sparse/art/art_cuda.h).
+// Attention on the GPU: the op of attend.h for bfloat16 q, KV of bfloat16, fp8_e4m3 or int8, and a
+// head_dim of 64 or 128. All pointers of the params, spans included, are device memory. The
+// guarantees of attend.h hold with two exceptions: a result depends on the length of its own list
+// (which decides how the list is cut for parallel work), never on batch, tier or other rows; and
+// products are summed by the tensor cores, in float32. Rows that may end early are AttendArt's
+// (kernels/sparse/art/art_cuda.h).
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -17,8 +17,9 @@
 // CTAs start head after head of the keys and values: those that run together read the same pages,
 // from the L2 cache.
 //
-// A third warpgroup brings the pages. Where keys are cached un-rotated, two more rotate them, a
-// page or more ahead of the products. These warpgroups give registers to the first two.
+// A third warpgroup brings the pages. Where the KV is quantized or keys are cached un-rotated, two
+// more decode and rotate them, a page or more ahead of the products. These warpgroups give
+// registers to the first two.
 //
 // With grouped positions shared memory holds the queries twice: as far keys and as near keys see
 // them. A page where neighbourhoods begin takes two stages, and in each of them every query masks

@@ -61,7 +61,7 @@ constexpr bool IsFloat32OrBFloat16(DType dtype) {
 constexpr bool IsQuantized(DType dtype) {
   return dtype == DType::kFloat8E4M3 || dtype == DType::kInt8;
 }
-// Whether KV may have this dtype on a CPU.
+// Whether KV may have this dtype.
 constexpr bool IsKvDType(DType dtype) { return IsFloat32OrBFloat16(dtype) || IsQuantized(dtype); }
 
 // bfloat16 as storage: arithmetic happens in float.

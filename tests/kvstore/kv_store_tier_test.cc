@@ -72,22 +72,6 @@ class KvStoreTierTest : public ::testing::Test {
     ASSERT_TRUE(store_->EndStep().ok());
     store_->Unbind(0, 0);
   }
-  template <typename Visit>
-  void ForEachByte(const PagedKv& kv, uint32_t name, const Visit& visit) {
-    std::mt19937 rng(name);
-    for (int64_t layer = 0; layer < kLayout.num_layers; ++layer) {
-      for (int64_t head = 0; head < kLayout.num_kv_heads; ++head) {
-        std::byte* page = kv.Read(0, 0, layer, head, kLayout.page_bytes()).page();
-        std::byte* bounds = kv.Bounds(0, 0, layer, head);
-        for (int64_t i = 0; i < kLayout.page_bytes(); ++i) {
-          visit(page[i], static_cast<std::byte>(rng()));
-        }
-        for (int64_t i = 0; i < kLayout.page_bounds_bytes(); ++i) {
-          visit(bounds[i], static_cast<std::byte>(rng()));
-        }
-      }
-    }
-  }
   absl::Status Restore(int64_t id, uint32_t name) {
     const absl::Status started = store_->Restore(BlockId(id), HashOf(name));
     if (!started.ok()) return started;

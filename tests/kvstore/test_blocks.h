@@ -16,6 +16,7 @@
 #include "spdlog/spdlog.h"
 
 #include "kernels/base/buffer.h"
+#include "kernels/paged/paged_kv.h"
 #include "kvstore/format/page_format.h"
 #include "kvstore/tiers/disk_tier.h"
 #include "tests/support/faulty_file_io.h"
@@ -71,6 +72,26 @@ inline std::array<int32_t, kBlockTokens> TokensOf(uint32_t name) {
   std::array<int32_t, kBlockTokens> tokens;
   tokens.fill(static_cast<int32_t>(name));
   return tokens;
+}
+
+// Calls visit(byte, expected) for the bytes of pages and bounds of the block that is bound to slot
+// 0, where `expected` follows from the name.
+template <typename Visit>
+void ForEachByte(const kernels::PagedKv& kv, uint32_t name, const Visit& visit) {
+  const kernels::KvLayout& layout = kv.layout;
+  std::mt19937 rng(name);
+  for (int64_t layer = 0; layer < layout.num_layers; ++layer) {
+    for (int64_t head = 0; head < layout.num_kv_heads; ++head) {
+      std::byte* page = kv.Read(0, 0, layer, head, layout.page_bytes()).page();
+      std::byte* bounds = kv.Bounds(0, 0, layer, head);
+      for (int64_t i = 0; i < layout.page_bytes(); ++i) {
+        visit(page[i], static_cast<std::byte>(rng()));
+      }
+      for (int64_t i = 0; i < layout.page_bounds_bytes(); ++i) {
+        visit(bounds[i], static_cast<std::byte>(rng()));
+      }
+    }
+  }
 }
 
 // A disk store that can be closed, damaged and opened again.

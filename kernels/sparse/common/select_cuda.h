@@ -43,7 +43,7 @@ inline SelectShape ShapeOf(const SelectLaunch& launch) {
 }
 
 // INVALID_ARGUMENT, opened by `name`, on shapes and on calls that no kernel here serves: head_dim
-// other than 64 and 128, q or KV other than float32 and bfloat16.
+// other than 64 and 128, q other than float32 and bfloat16, KV that is not IsKvDType.
 absl::StatusOr<SelectLaunch> MakeSelectLaunch(absl::string_view name,
                                               const CudaSelectParams& params,
                                               const PageSelection& out, const std::byte* workspace);

@@ -33,9 +33,9 @@ struct HipCuda {
 int64_t HipWorkspaceBytes(const HipCuda& method, const PagedKv& kv, int64_t blocks);
 
 // Launches one kernel, allocates nothing and waits for nothing; may be captured. INVALID_ARGUMENT
-// on shapes: head_dim 64 or 128, q and KV float32 or bfloat16. INTERNAL with CUDA's error when a
-// launch fails. An absent page sets the slot's fault. REQUIRES: the budgets in the numbers are at
-// most the method's. Cost: reads at most 2 keys per token of the budget in a round.
+// on shapes: head_dim 64 or 128, q float32 or bfloat16, KV of IsKvDType. INTERNAL with CUDA's error
+// when a launch fails. An absent page sets the slot's fault. REQUIRES: the budgets in the numbers
+// are at most the method's. Cost: reads at most 2 keys per token of the budget in a round.
 absl::Status SelectHip(const HipCuda& method, const CudaSelectParams& params,
                        const PageSelection& out, std::byte* workspace, cudaStream_t stream);
 

@@ -53,8 +53,9 @@ int64_t InfiniteHipWorkspaceBytes(const InfiniteHipCuda& method, const PagedKv& 
 // keys, and heads choose for themselves. Else two for the first stage, and one for the others or
 // four at layer scope. REQUIRES: windows are at least MinWindowTokens, budgets at most
 // method.max_budget_tokens. Allocates nothing and waits for nothing; may be captured.
-// INVALID_ARGUMENT on shapes: head_dim 64 or 128, q and KV float32 or bfloat16. FAILED_PRECONDITION
-// when the KV has no bounds or no key codes. INTERNAL with CUDA's error when a launch fails.
+// INVALID_ARGUMENT on shapes: head_dim 64 or 128, q float32 or bfloat16, KV of IsKvDType.
+// FAILED_PRECONDITION when the KV has no bounds or no key codes. INTERNAL with CUDA's error when a
+// launch fails.
 absl::Status SelectInfiniteHip(const InfiniteHipCuda& method, const CudaSelectParams& params,
                                const PageSelection& out, std::byte* workspace, cudaStream_t stream);
 

@@ -29,12 +29,12 @@ int64_t QuestWorkspaceBytes(const PagedKv& kv, int64_t blocks);
 
 // REQUIRES: query tiles pass CheckQueryTiles, numbers are as Selector::Select wants them, and a
 // page's bounds are aligned to 16 bytes. Allocates nothing and waits for nothing; may be captured.
-// INVALID_ARGUMENT on shapes: head_dim 64 or 128, q and KV float32 or bfloat16. FAILED_PRECONDITION
-// when the KV has no bounds. INTERNAL with CUDA's error when the launch fails. Cost: reads the
-// candidates' bounds once for all queries of a tile. One kernel where all query tiles of the step
-// are one token, in bfloat16; else two, with a score of 4 bytes a page between them. Where nothing
-// is remembered, the first may read bounds before the kernel ahead of it has ended (page_stream.cuh
-// says which, and why).
+// INVALID_ARGUMENT on shapes: head_dim 64 or 128, q float32 or bfloat16, KV of IsKvDType.
+// FAILED_PRECONDITION when the KV has no bounds. INTERNAL with CUDA's error when the launch fails.
+// Cost: reads the candidates' bounds once for all queries of a tile. One kernel where all query
+// tiles of the step are one token, in bfloat16; else two, with a score of 4 bytes a page between
+// them. Where nothing is remembered, the first may read bounds before the kernel ahead of it has
+// ended (page_stream.cuh says which, and why).
 absl::Status SelectQuest(QuestScore score, const CudaSelectParams& params, const PageSelection& out,
                          std::byte* workspace, cudaStream_t stream);
 

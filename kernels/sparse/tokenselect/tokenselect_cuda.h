@@ -30,9 +30,9 @@ int64_t TokenSelectWorkspaceBytes(const PagedKv& kv, int64_t group, int64_t bloc
 // Launches two kernels, at layer scope three, which begin while the one ahead of them on the stream
 // ends (overlapped_launch.h). REQUIRES: at kLayer, params.kv has all KV heads of the layer.
 // Allocates nothing and waits for nothing; may be captured. INVALID_ARGUMENT on shapes: head_dim 64
-// or 128, q and KV float32 or bfloat16, at most 8 query heads a KV head, 1,024 of a layer and
-// 6,291,456 tokens a slot. INTERNAL with CUDA's error when a launch fails. An absent page sets the
-// slot's fault. Cost: reads every candidate's key once, its logits twice.
+// or 128, q float32 or bfloat16, KV of IsKvDType, at most 8 query heads a KV head, 1,024 of a layer
+// and 6,291,456 tokens a slot. INTERNAL with CUDA's error when a launch fails. An absent page sets
+// the slot's fault. Cost: reads every candidate's key once, its logits twice.
 absl::Status SelectTokens(Scope scope, const CudaSelectParams& params, const PageSelection& out,
                           std::byte* workspace, cudaStream_t stream);
 
