@@ -21,6 +21,7 @@ absl::StatusOr<FormedGroup> FormGroup(WorkerGroup& group, const FormingOptions& 
                          .num_ranks = static_cast<int64_t>(formed.info.ranks.size()),
                          .device_blocks = formed.info.device_blocks,
                          .disk_blocks = formed.info.disk_blocks,
+                         .has_peers = formed.info.has_peers,
                          .attention_parity_tokens = formed.info.attention_parity_tokens,
                          .mass_unmeasured = formed.info.mass_unmeasured,
                          .vocab_size = formed.info.vocab_size,

@@ -17,6 +17,7 @@
 #include "coordinator/engine_loop.h"
 #include "coordinator/events/kv_event_publisher.h"
 #include "coordinator/group/grpc_worker_client.h"
+#include "coordinator/group/peer_list.h"
 #include "coordinator/http/http_front.h"
 #include "coordinator/metrics/metrics.h"
 #include "coordinator/model_folder.h"
@@ -416,9 +417,12 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const v1::ServeConfig& con
                           proto::GroupSecret::Read(config.group_secret_file()));
   KVASIR_ASSIGN_OR_RETURN(const std::shared_ptr<proto::ChannelTls> tls,
                           proto::ChannelTls::Load(TlsToOthers(config)));
+  KVASIR_ASSIGN_OR_RETURN(std::vector<std::vector<std::string>> peers,
+                          ParsePeers(config.peers(), static_cast<int64_t>(addresses.size())));
   return Start(config, [&](const v1::ShardPlan& plan, Clock& clock) {
     return CreateWorkerGroup({.addresses = std::move(addresses),
                               .shard_plan = plan,
+                              .peers = std::move(peers),
                               .answer_timeout = absl::Seconds(config.startup_timeout()),
                               .reply_spread = timeout},
                              GrpcWorkerDialer(secret, tls, PingsWithin(timeout)), clock);

@@ -63,6 +63,7 @@ void AddTotals(const MetricsTotals& totals, v1::GetServerInfoResponse& info) {
   info.set_cached_device_tokens(totals.cached_device_tokens);
   info.set_cached_host_tokens(totals.cached_host_tokens);
   info.set_cached_disk_tokens(totals.cached_disk_tokens);
+  info.set_cached_peer_tokens(totals.cached_peer_tokens);
   info.set_prefix_cache_queries(totals.prefix_queries);
   info.set_prefix_cache_hits(totals.prefix_hits);
 }

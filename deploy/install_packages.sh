@@ -27,7 +27,7 @@ test_packages=(
 runtime_packages=(
   libabsl20220623 libprotobuf32 libgrpc29 libgrpc++1.51 libspdlog1.10 libfmt9 libprometheus-cpp-core1.0
   libdnnl2 libgloo0 libgomp1 libxxhash0 libssl3 liburing2 librocksdb7.8 libyaml-cpp0.7 libpcre2-8-0 libutf8proc2
-  libzmq5
+  libzmq5 libucx0
 )
 
 case "${1:-}" in

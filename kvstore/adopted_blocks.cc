@@ -38,9 +38,8 @@ bool AdoptedBlocks::Adopt(int64_t extent) {
     return false;
   }
   next_generation_ = std::max(next_generation_, block->generation + 1);
-  // One of two equal blocks is enough. Generations are unique, unless memory is damaged.
-  if (by_hash_.contains(block->hash) || by_generation_.contains(block->generation)) return false;
-  by_generation_[block->generation] = block->hash;
+  if (by_hash_.contains(block->hash)) return false;  // one of two equal blocks is enough
+  by_generation_.emplace(block->generation, block->hash);
   by_hash_[block->hash] = {.extent = extent, .block = *block};
   return true;
 }
@@ -58,7 +57,7 @@ AdoptedBlocks::Adopted AdoptedBlocks::Remove(const PrefixHash& hash) {
   KVASIR_CHECK(it != by_hash_.end());
   Adopted adopted = std::move(it->second);
   by_hash_.erase(it);
-  by_generation_.erase(adopted.block.generation);
+  by_generation_.erase({adopted.block.generation, hash});
   return adopted;
 }
 

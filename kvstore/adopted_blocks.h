@@ -7,9 +7,10 @@
 
 #include <cstdint>
 #include <deque>
-#include <map>
 #include <optional>
+#include <set>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
@@ -80,7 +81,8 @@ class AdoptedBlocks {
   const ExtentFormat& format_;
   HostSlab& host_;
   absl::flat_hash_map<PrefixHash, Adopted> by_hash_;
-  std::map<uint64_t, PrefixHash> by_generation_;
+  // By age. Blocks of a peer have its generations.
+  std::set<std::pair<uint64_t, PrefixHash>> by_generation_;
   uint64_t next_generation_ = 0;
   AdoptionStats stats_;
   int64_t num_verifying_ = 0;

@@ -58,6 +58,7 @@ KvStoreImpl::KvStoreImpl(const KvStoreOptions& options, Parts parts)
       adopted_(format_, memory_, host_),
       extent_blocks_(static_cast<size_t>(host_.num_extents())),
       below_(std::move(parts.below)),
+      lent_(below_ == nullptr ? nullptr : below_->lent_blocks()),
       slots_(static_cast<size_t>(options.num_slots)) {
   if (below_ != nullptr) next_generation_ = below_->first_generation();
   next_generation_ = std::max(next_generation_, adopted_.next_generation());
@@ -156,6 +157,7 @@ BlockResidency KvStoreImpl::Where(BlockId id) const {
   where.device_pages = pages_->PagesInDevice(it->second.extent);
   where.stored = below_ != nullptr && it->second.sealed && below_->Holds(it->second.hash);
   where.restored = it->second.restored;
+  where.from_peer = it->second.from_peer;
   return where;
 }
 
@@ -178,6 +180,7 @@ void KvStoreImpl::FreeIfUnused(BlockId id) {
     return;  // until the transfer has ended
   }
   num_unused_ -= block.unused ? 1 : 0;
+  EndLending(block);
   const int64_t extent = block.extent;
   const bool goes_back = block.adopted && !block.corrupt;
   pages_->Free(extent);
@@ -237,6 +240,7 @@ absl::Status KvStoreImpl::EndStep() {
 void KvStoreImpl::Quarantine(CorruptExtent corrupt) {
   const BlockId id = extent_blocks_[static_cast<size_t>(corrupt.extent)];
   BlockState& block = blocks_.at(id);
+  EndLending(block);
   block.corrupt = true;
   block.kept = false;
   CorruptBlock report{.id = id,

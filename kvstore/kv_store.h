@@ -82,6 +82,7 @@ struct BlockResidency {
   // Restored from the tier below and not bound to a slot since. Its first user counts it as a hit
   // of that tier.
   bool restored = false;
+  bool from_peer = false;  // restored, and a peer gave it
 };
 
 struct RestoredBlock {

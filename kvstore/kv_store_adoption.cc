@@ -35,6 +35,7 @@ void KvStoreImpl::WriteDueHeaders() {
     if (!is_whole.ok()) continue;  // an error of the device: the next step reports it
     if (!*is_whole) return;        // it is still being copied, and so are the later ones
     format_.WriteHeader(due.block, host_.extent(it->second.extent));
+    Lend(it->second);
     bytes += layout_.block_bytes();
   }
   if (pages_->SealsAtOnce()) return;
@@ -69,8 +70,9 @@ void KvStoreImpl::OnVerified(const AdoptedBlocks::Verified& verified) {
     block.generation = verified.block.generation;
     block.sealed = true;
     block.adopted = true;
+    Lend(block);
     pages_->Restore(block.extent, {.hash = block.hash, .generation = block.generation});
-  } else if (below_ != nullptr && below_->Holds(block.hash) && !block.unused) {
+  } else if (below_ != nullptr && below_->MayRead(block.hash) && !block.unused) {
     block.transfer = Transfer::kReadQueued;  // over what is there
     queued_reads_.push_back(id);
     return;

@@ -86,9 +86,11 @@ class KvStoreImpl : public KvStore, private BlockOwner {
     bool kept = false;
     bool corrupt = false;
     bool restored = false;  // from the tier below, and not bound since
-    bool adopted = false;   // verified, and not bound since
+    bool from_peer = false;
+    bool adopted = false;  // verified, and not bound since
     // The block is not kept and has no handles: only a transfer holds its extent.
     bool unused = false;
+    bool lent = false;
     Transfer transfer = Transfer::kNone;
     PrefixHash hash{};
     uint64_t generation = 0;
@@ -112,6 +114,9 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   absl::StatusOr<int64_t> TakeHostExtent(BlockId id);
 
   void Quarantine(CorruptExtent corrupt);
+  // Lets peers read a block whose extent is whole, with its header; and no longer.
+  void Lend(BlockState& block);
+  void EndLending(BlockState& block);
 
   absl::Status RestoreAdopted(BlockId id, const PrefixHash& hash);
   // Frees an extent of the host tier, of which none is free.
@@ -167,6 +172,7 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   absl::flat_hash_map<PrefixHash, std::optional<std::array<int32_t, kBlockTokens>>> changed_;
 
   const std::unique_ptr<Tier> below_;      // null: none. Destroyed before the memory it works on
+  LentBlocks* const lent_;                 // of below_; null: peers read nothing
   std::vector<std::vector<Block>> slots_;  // destroyed first: its handles call Release
 };
 

@@ -38,7 +38,7 @@ absl::Status KvStoreImpl::Restore(BlockId id, const PrefixHash& hash) {
     return absl::AlreadyExistsError(absl::StrCat("block ", id.value, " is open or kept already"));
   }
   if (adopted_.Holds(hash)) return RestoreAdopted(id, hash);
-  if (below_ == nullptr || !below_->Holds(hash)) {
+  if (below_ == nullptr || !below_->MayRead(hash)) {
     return absl::NotFoundError(absl::StrCat("block ", id.value, " is not stored"));
   }
   KVASIR_RETURN_IF_ERROR(TakeHostExtent(id).status());
@@ -92,17 +92,32 @@ void KvStoreImpl::OnWritten(const QueuedWrite& write, const absl::Status& status
 void KvStoreImpl::OnRead(BlockId id, const TierCompletion& completion) {
   BlockState& block = blocks_.at(id);
   block.transfer = Transfer::kNone;
-  ++(completion.status.ok() ? stats_.restored_blocks : stats_.failed_restores);
+  const bool is_absent = completion.from_peer && absl::IsNotFound(completion.status);
+  if (!is_absent) {
+    ++(completion.status.ok() ? stats_.restored_blocks : stats_.failed_restores);
+  }
   if (!block.unused) restored_.push_back({.id = id, .status = completion.status});
   if (completion.status.ok()) {
     block.generation = completion.block.generation;
     block.sealed = true;
     block.restored = true;
+    block.from_peer = completion.from_peer;
+    Lend(block);
     pages_->Restore(block.extent, {.hash = block.hash, .generation = block.generation});
   } else {
     block.kept = false;
   }
   FreeIfUnused(id);
+}
+
+void KvStoreImpl::Lend(BlockState& block) {
+  if (lent_ == nullptr) return;
+  block.lent = true;
+  lent_->Add(block.hash, host_.extent(block.extent));
+}
+
+void KvStoreImpl::EndLending(BlockState& block) {
+  if (std::exchange(block.lent, false)) lent_->Remove(block.hash, host_.extent(block.extent));
 }
 
 void KvStoreImpl::StartTransfers() {

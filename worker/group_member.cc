@@ -12,6 +12,7 @@
 #include "worker/disk.h"
 #include "worker/parallel/gloo_collective.h"
 #include "worker/parallel/single_collective.h"
+#include "worker/peers/peer_tier.h"
 
 namespace kvasir::worker {
 namespace {
@@ -203,12 +204,34 @@ absl::StatusOr<std::unique_ptr<Engine>> GroupMember::MakeEngine(const v1::ShardP
                                  .mass_sample_rate = plan.mass_sample_rate(),
                                  .memory = options_.memory,
                                  .on_stage = [&](absl::string_view stage) { progress(stage, 0); }};
+  KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<kvstore::Tier> below,
+                          MakeTier(plan, KvShardOf(options, *model_->transformer)));
+  return Engine::Create(options, *model_->transformer, collective, std::move(below));
+}
+
+// Returns the tier below the host tier: the disk, and with --peer-listen the peers. Null: none.
+absl::StatusOr<std::unique_ptr<kvstore::Tier>> GroupMember::MakeTier(
+    const v1::ShardPlan& plan, const kvstore::KvShard& shard) const {
   KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<kvstore::Tier> disk,
                           OpenDisk({.config = plan.kv(),
-                                    .shard = KvShardOf(options, *model_->transformer),
+                                    .shard = shard,
                                     .rank = plan.tensor_parallel_rank(),
                                     .num_ranks = plan.tensor_parallel_size()}));
-  return Engine::Create(options, *model_->transformer, collective, std::move(disk));
+  if (options_.peer_listen.empty()) {
+    if (plan.peers().empty()) return disk;
+    return absl::FailedPreconditionError(
+        "the coordinator has --peers, and this worker no --peer-listen; give it one");
+  }
+  KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<PeerTier> peers,
+                          PeerTier::Create({.listen = options_.peer_listen,
+                                            .transports = options_.peer_transports,
+                                            .shard = shard,
+                                            .peers = {plan.peers().begin(), plan.peers().end()},
+                                            .secret = options_.peer_secret},
+                                           std::move(disk)));
+  spdlog::info("peers: listening on {}, {} other replicas to ask", peers->address(),
+               plan.peers_size());
+  return std::unique_ptr<kvstore::Tier>(std::move(peers));
 }
 
 v1::WorkerMessage GroupMember::MakeReady(const v1::ShardPlan& plan, const Engine& engine) const {

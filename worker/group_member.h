@@ -14,6 +14,7 @@
 #include "absl/status/statusor.h"
 
 #include "kvstore/tiers/host_memory.h"
+#include "proto/security/group_secret.h"
 #include "worker/backend/backend.h"
 #include "worker/coordinator_stream.h"
 #include "worker/engine/engine.h"
@@ -26,6 +27,9 @@ namespace kvasir::worker {
 
 struct GroupMemberOptions {
   std::string collective_host = "127.0.0.1";
+  std::string peer_listen = {};            // as in WorkerConfig; empty: no peers
+  std::string peer_transports = "sm,tcp";  // as in WorkerConfig
+  std::shared_ptr<const proto::GroupSecret> peer_secret = {};       // set with peer_listen
   std::string metrics_address;                                      // for Ready
   StartTimes process_times = StartTimes(StartTimes::Clock::now());  // so far
   // Memory of the host tier, which outlives groups; null: each group has its own.
@@ -51,6 +55,8 @@ class GroupMember {
   absl::Status Load(const v1::ShardPlan& plan, const Progress& progress);
   absl::StatusOr<std::unique_ptr<Collective>> Connect(const v1::ShardPlan& plan,
                                                       CoordinatorStream& stream);
+  absl::StatusOr<std::unique_ptr<kvstore::Tier>> MakeTier(const v1::ShardPlan& plan,
+                                                          const kvstore::KvShard& shard) const;
   absl::StatusOr<std::unique_ptr<Engine>> MakeEngine(const v1::ShardPlan& plan,
                                                      Collective& collective,
                                                      const Progress& progress);

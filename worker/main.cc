@@ -177,11 +177,31 @@ absl::StatusOr<std::shared_ptr<const proto::GroupSecret>> ReadSecret(
   return proto::GroupSecret::Read(config.group_secret_file());
 }
 
+// Sets what the worker has to do with peers. INVALID_ARGUMENT without a secret where other machines
+// reach it: whoever asks is given the KV of prompts.
+absl::Status SetPeers(const v1::WorkerConfig& config, GroupMemberOptions& options) {
+  if (config.peer_listen().empty()) return absl::OkStatus();
+  if (config.peer_secret_file().empty() && proto::IsOpenToOtherMachines(config.peer_listen())) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--peer-listen ", config.peer_listen(),
+                     " is open to other machines and there is no --peer-secret-file; give all ",
+                     "replicas the same file, which '(umask 077; openssl rand -hex 32 > FILE)' ",
+                     "makes, or listen on 127.0.0.1"));
+  }
+  options.peer_listen = config.peer_listen();
+  options.peer_transports = config.peer_transports();
+  KVASIR_ASSIGN_OR_RETURN(options.peer_secret, proto::GroupSecret::Read(config.peer_secret_file(),
+                                                                        "--peer-secret-file"));
+  return absl::OkStatus();
+}
+
 absl::Status RunWorker(const v1::WorkerConfig& config, StartTimes::Clock::time_point started) {
   StartTimes times(started);
   times.Enter("starting the process", started);
   umask(S_IRWXG | S_IRWXO);  // files of the disk tier hold prompts
   KVASIR_ASSIGN_OR_RETURN(std::shared_ptr<const proto::GroupSecret> secret, ReadSecret(config));
+  GroupMemberOptions options;
+  KVASIR_RETURN_IF_ERROR(SetPeers(config, options));
   const sigset_t end_signals = BlockEndSignals();
   std::signal(SIGPIPE, SIG_IGN);  // writing to a rank that was killed is an error of that write
   KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<proto::Logs> logs,
@@ -203,17 +223,16 @@ absl::Status RunWorker(const v1::WorkerConfig& config, StartTimes::Clock::time_p
   Readiness readiness;
   KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<proto::MetricsEndpoint> endpoint,
                           StartMetrics(config, tls, registry, readiness));
-  const std::string metrics_address = absl::StrCat(config.metrics_host(), ":", endpoint->port());
-  spdlog::info("metrics on {}", metrics_address);
+  options.metrics_address = absl::StrCat(config.metrics_host(), ":", endpoint->port());
+  spdlog::info("metrics on {}", options.metrics_address);
   KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<kvstore::HostMemory> memory,
                           kvstore::HostMemory::Open(config.kv_memory_file()));
-  GroupMember member({.collective_host = config.collective_host(),
-                      .metrics_address = metrics_address,
-                      .process_times = times,
-                      .memory = memory.get(),
-                      .on_rank = [&logs](int64_t rank) { logs->set_rank(rank); },
-                      .on_ready = [&readiness](bool ready) { readiness.Set(ready); }},
-                     *backend, metrics);
+  options.collective_host = config.collective_host();
+  options.process_times = times;
+  options.memory = memory.get();
+  options.on_rank = [&logs](int64_t rank) { logs->set_rank(rank); };
+  options.on_ready = [&readiness](bool ready) { readiness.Set(ready); };
+  GroupMember member(std::move(options), *backend, metrics);
   KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<proto::GrpcListener> listener,
                           Listen(config.listen(), tls, registry, readiness));
   WorkerService service(

@@ -48,6 +48,19 @@ struct Following {
   void Follow(int64_t total) { Follow(static_cast<double>(total)); }
 };
 
+struct PeerFamilies {
+  explicit PeerFamilies(prometheus::Registry& r)
+      : workers(AddGauge(r, "kvasir_peers",
+                         "Workers of other replicas: those that this one was told of, and those "
+                         "among them that answer.")),
+        blocks(AddCounter(r, "kvasir_peer_blocks_total",
+                          "Blocks that peers were asked for, by result, and those lent to them.")) {
+  }
+
+  Family<Gauge>& workers;
+  Family<Counter>& blocks;
+};
+
 }  // namespace
 
 struct WorkerMetrics::Families {
@@ -65,7 +78,7 @@ struct WorkerMetrics::Families {
         writes_dropped(AddCounter(r, "kvasir_kv_writes_dropped_total",
                                   "Pages that were not written to a tier, by reason.")),
         restored(AddCounter(r, "kvasir_kv_restored_pages_total",
-                            "Pages asked back from the disk tier, by result.")),
+                            "Pages asked back from the disk tier or peers, by result.")),
         adopted(AddCounter(r, "kvasir_blocks_adopted_total",
                            "Sealed blocks that an earlier group left in host memory.")),
         adopted_used(AddCounter(r, "kvasir_adopted_blocks_used_total",
@@ -83,6 +96,7 @@ struct WorkerMetrics::Families {
                                      "host memory, of a whole block on disk.")),
         read_errors(AddCounter(r, "kvasir_kv_read_errors_total",
                                "Reads that a device failed at first; each is tried once more.")),
+        peers(r),
         blocks(AddCounter(r, "kvasir_attention_blocks_total",
                           "Pages that dense attention would have read, over layers and KV heads.")),
         blocks_skipped(AddCounter(r, "kvasir_attention_blocks_skipped_total",
@@ -128,6 +142,7 @@ struct WorkerMetrics::Families {
   Family<Counter>& evictions;
   Family<Counter>& checksum_failures;
   Family<Counter>& read_errors;
+  PeerFamilies peers;
   Family<Counter>& blocks;
   Family<Counter>& blocks_skipped;
   Family<Counter>& mask_refresh;
@@ -231,6 +246,15 @@ struct WorkerMetrics::Series {
         disk_evictions{&f.evictions.Add(With({{"tier", "disk"}}))},
         disk_checksum_failures{&f.checksum_failures.Add(With({{"tier", "disk"}}))},
         disk_read_errors{&f.read_errors.Add(With({{"tier", "disk"}}))},
+        peers_configured(f.peers.workers.Add(With({{"state", "configured"}}))),
+        peers_linked(f.peers.workers.Add(With({{"state", "linked"}}))),
+        from_peer{&f.transfer_bytes.Add(With({{"from", "peer"}, {"to", "host"}}))},
+        to_peer{&f.transfer_bytes.Add(With({{"from", "host"}, {"to", "peer"}}))},
+        fetched{&f.peers.blocks.Add(With({{"result", "fetched"}}))},
+        absent{&f.peers.blocks.Add(With({{"result", "absent"}}))},
+        not_fetched{&f.peers.blocks.Add(With({{"result", "failed"}}))},
+        refused{&f.peers.blocks.Add(With({{"result", "refused"}}))},
+        lent{&f.peers.blocks.Add(With({{"result", "lent"}}))},
         selection_memory(f.selection_memory.Add(labels)),
         step_seconds(f.step_seconds.Add(labels, kStepSeconds)),
         step_tokens(f.step_tokens.Add(labels, kStepTokens)) {
@@ -267,6 +291,9 @@ struct WorkerMetrics::Series {
   Following to_disk, from_disk, to_disk_seconds, from_disk_seconds, disk_written;
   Following dropped_busy, dropped_read_only, dropped_error, restored, not_restored;
   Following disk_evictions, disk_checksum_failures, disk_read_errors;
+  Gauge& peers_configured;
+  Gauge& peers_linked;
+  Following from_peer, to_peer, fetched, absent, not_fetched, refused, lent;
   Gauge& selection_memory;
   Histogram& step_seconds;
   Histogram& step_tokens;
@@ -333,6 +360,20 @@ void WorkerMetrics::RecordTiers(const Engine& engine) {
   s.adopted_evicted.Follow(stats.adoption.evicted);
   s.selection_memory.Set(static_cast<double>(engine.selection_memory_bytes()));
   RecordDisk(engine);
+  RecordPeers(stats.tier.peers);
+}
+
+void WorkerMetrics::RecordPeers(const kvstore::PeerStats& peers) {
+  Series& s = *series_;
+  s.peers_configured.Set(static_cast<double>(peers.configured));
+  s.peers_linked.Set(static_cast<double>(peers.linked));
+  s.from_peer.Follow(peers.fetched_bytes);
+  s.to_peer.Follow(peers.lent_bytes);
+  s.fetched.Follow(peers.fetched_blocks);
+  s.absent.Follow(peers.absent_blocks);
+  s.not_fetched.Follow(peers.failed_blocks);
+  s.refused.Follow(peers.refused_blocks);
+  s.lent.Follow(peers.lent_blocks);
 }
 
 void WorkerMetrics::RecordDisk(const Engine& engine) {

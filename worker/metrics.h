@@ -42,6 +42,7 @@ class WorkerMetrics {
 
   void RecordFailures(const v1::StepPlan& plan, const v1::StepReply& reply);
   void RecordDisk(const Engine& engine);
+  void RecordPeers(const kvstore::PeerStats& peers);
   void RecordAttention(const AttentionMeter& meter);
 
   const std::unique_ptr<Families> families_;

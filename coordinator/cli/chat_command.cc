@@ -176,11 +176,11 @@ class Chat {
   void TakeFinish(const v1::Finish& finish) {
     const v1::Usage& usage = finish.usage();
     const v1::CachedTokens& cached = usage.cached_tokens();
-    context_ =
-        absl::StrFormat("%d of %d tokens: %d read, of which %d were cached, and %d answered\n",
-                        usage.prompt_tokens() + usage.completion_tokens(),
-                        model_.max_context_length(), usage.prompt_tokens(),
-                        cached.device() + cached.host() + cached.disk(), usage.completion_tokens());
+    context_ = absl::StrFormat(
+        "%d of %d tokens: %d read, of which %d were cached, and %d answered\n",
+        usage.prompt_tokens() + usage.completion_tokens(), model_.max_context_length(),
+        usage.prompt_tokens(), cached.device() + cached.host() + cached.disk() + cached.peer(),
+        usage.completion_tokens());
     if (finish.reason() == v1::FINISH_REASON_LENGTH) {
       Say("\n[the answer reached --max-tokens or the end of the context]");
     }

@@ -257,12 +257,12 @@ std::string FinishSummary(const v1::Finish& finish) {
   const v1::CachedTokens& cached = usage.cached_tokens();
   const double decode_s = ToSeconds(finish.timing().decode());
   std::string text = absl::StrFormat(
-      "  prompt                   %s tokens; cached: %s device, %s host, %s disk\n"
+      "  prompt                   %s tokens; cached: %s device, %s host, %s disk, %s peer\n"
       "  time to first token      %.3f s\n"
       "  answer                   %s tokens",
       WithCommas(usage.prompt_tokens()), WithCommas(cached.device()), WithCommas(cached.host()),
-      WithCommas(cached.disk()), ToSeconds(finish.timing().time_to_first_token()),
-      WithCommas(usage.completion_tokens()));
+      WithCommas(cached.disk()), WithCommas(cached.peer()),
+      ToSeconds(finish.timing().time_to_first_token()), WithCommas(usage.completion_tokens()));
   if (usage.completion_tokens() > 1 && decode_s > 0) {
     absl::StrAppendFormat(&text, ", %.1f tokens/s", (usage.completion_tokens() - 1) / decode_s);
   }

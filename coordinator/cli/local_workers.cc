@@ -24,6 +24,7 @@
 #include "spdlog/spdlog.h"
 
 #include "coordinator/cli/oom_kills.h"
+#include "coordinator/group/peer_list.h"
 #include "kernels/base/mutex.h"
 #include "kernels/base/status_macros.h"
 #include "proto/process/named_thread.h"
@@ -165,6 +166,10 @@ class LocalWorkerProcesses : public LocalWorkers {
     for (int64_t rank = 0; rank < options.count; ++rank) {
       addresses_.push_back(absl::StrCat("unix:", folder_, "/worker-", rank, ".sock"));
       const int64_t port = options.metrics_port == 0 ? 0 : options.metrics_port + rank;
+      std::string peer_listen;
+      if (!options.peer_listen.empty()) {
+        KVASIR_ASSIGN_OR_RETURN(peer_listen, PeerAddressOfRank(options.peer_listen, rank));
+      }
       const std::string failure_file = absl::StrCat(folder_, "/worker-", rank, ".failure");
       KVASIR_ASSIGN_OR_RETURN(const int kv_memory, MakeKvMemory());
       processes_.push_back(
@@ -182,6 +187,9 @@ class LocalWorkerProcesses : public LocalWorkers {
                     absl::StrCat("--tls-key-file=", options.metrics_tls.tls_key_file()),
                     absl::StrCat("--tls-client-ca-file=", options.metrics_tls.tls_client_ca_file()),
                     absl::StrCat("--group-secret-file=", group_secret_file()),
+                    absl::StrCat("--peer-listen=", peer_listen),
+                    absl::StrCat("--peer-transports=", options.peer_transports),
+                    absl::StrCat("--peer-secret-file=", options.peer_secret_file),
                     absl::StrCat("--failure-file=", failure_file),
                     absl::StrCat("--kv-memory-file=/proc/self/fd/", kv_memory)},
            .environment =

@@ -1,8 +1,8 @@
 // The worker processes that `kvasir serve` starts on its own machine: one `kvasir-worker` per rank,
 // listening on unix sockets in a private folder. A worker that dies is started again: at once, or
-// after a back-off (0.1 to 10 s) when it dies again soon. The memory of its host tier belongs to this
-// object, so that the next process finds its KV there. All end with this object, and with this process whatever kills it.
-// Thread-compatible.
+// after a back-off (0.1 to 10 s) when it dies again soon. The memory of its host tier belongs to
+// this object, so that the next process finds its KV there. All end with this object, and with this
+// process whatever kills it. Thread-compatible.
 #pragma once
 
 #include <cstdint>
@@ -30,6 +30,9 @@ struct LocalWorkersOptions {
   std::string metrics_host;
   int64_t metrics_port = 0;  // of rank 0, the other ranks follow; 0: any free ports
   v1::TlsServerConfig metrics_tls = {};
+  std::string peer_listen = {};              // of rank 0, the other ranks follow; empty: no peers
+  std::string peer_transports = {};          // UCX's names; used with peer_listen
+  std::string peer_secret_file = {};         // empty: none
   absl::Duration grace = absl::Seconds(30);  // time to end after SIGTERM
 };
 

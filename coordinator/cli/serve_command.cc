@@ -33,6 +33,8 @@ namespace {
 // Least time for workers to end when nothing runs any more: they write accepted blocks to disk.
 constexpr absl::Duration kLeastWorkerGrace = absl::Seconds(2);
 constexpr absl::Duration kMostWorkerGrace = absl::Seconds(30);
+// Where local workers listen for peers when nothing is said.
+constexpr const char* kPeersOnMachine = "127.0.0.1:0";
 
 absl::StatusOr<std::unique_ptr<LocalWorkers>> StartLocalWorkers(const v1::ServeConfig& config) {
   KVASIR_ASSIGN_OR_RETURN(const std::string program, FindWorkerProgram());
@@ -56,6 +58,10 @@ absl::StatusOr<std::unique_ptr<LocalWorkers>> StartLocalWorkers(const v1::ServeC
       .metrics_host = config.endpoint().host(),
       .metrics_port = port == 0 ? 0 : port + 1,
       .metrics_tls = config.tls(),
+      .peer_listen = !config.peer_listen().empty() || config.peers().empty() ? config.peer_listen()
+                                                                             : kPeersOnMachine,
+      .peer_transports = config.peer_transports(),
+      .peer_secret_file = config.peer_secret_file(),
       .grace =
           std::clamp(absl::Seconds(config.shutdown_timeout()), kLeastWorkerGrace, kMostWorkerGrace),
   });
@@ -224,6 +230,11 @@ absl::Status RunServe(const v1::ServeConfig& config) {
     addresses = local_workers->addresses();
     server_config.set_group_secret_file(local_workers->group_secret_file());
   } else {
+    if (!config.peer_listen().empty() || !config.peer_secret_file().empty()) {
+      return absl::InvalidArgumentError(
+          "--peer-listen and --peer-secret-file are for workers that serve starts; give them to "
+          "each kvasir-worker of --workers");
+    }
     KVASIR_ASSIGN_OR_RETURN(addresses, ParseWorkers(config));
   }
   KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<Server> server,

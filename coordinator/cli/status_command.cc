@@ -92,6 +92,8 @@ void AppendTiers(const v1::GetServerInfoResponse& server, std::string& text) {
                           Share(tier.used_bytes(), tier.total_bytes()),
                           Share(CachedTokens(server, tier.tier()), server.prompt_tokens()));
   }
+  absl::StrAppendFormat(&text, "%-7s %72s\n", "peers",
+                        Share(server.cached_peer_tokens(), server.prompt_tokens()));
 }
 
 void AppendWorkers(const v1::GetServerInfoResponse& server, std::string& text) {

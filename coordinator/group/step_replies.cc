@@ -41,6 +41,7 @@ void AddAccounting(const v1::RowAccounting& from, v1::RowAccounting& to) {
     to.set_cached_device_tokens(from.cached_device_tokens());
     to.set_cached_host_tokens(from.cached_host_tokens());
     to.set_cached_disk_tokens(from.cached_disk_tokens());
+    to.set_cached_peer_tokens(from.cached_peer_tokens());
   }
 }
 

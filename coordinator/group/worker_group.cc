@@ -232,6 +232,8 @@ void WorkerGroupImpl::Dial() {
     plan.set_tensor_parallel_rank(static_cast<uint32_t>(i));
     plan.set_tensor_parallel_size(static_cast<uint32_t>(options_.addresses.size()));
     plan.set_ranks_on_machine(RanksBeside(options_.addresses[i]));
+    if (!options_.peers.empty())
+      plan.mutable_peers()->Assign(options_.peers[i].begin(), options_.peers[i].end());
     rank.client->Send(std::move(message));
   }
 }
@@ -311,6 +313,7 @@ absl::StatusOr<GroupInfo> WorkerGroupImpl::Agree(
       .device_blocks = static_cast<int64_t>(ready[0]->device_blocks()),
       .host_blocks = static_cast<int64_t>(ready[0]->host_blocks()),
       .disk_blocks = static_cast<int64_t>(ready[0]->disk_blocks()),
+      .has_peers = !options_.peers.empty(),
       .attention_parity_tokens = static_cast<int64_t>(ready[0]->attention_parity_tokens()),
       .vocab_size = ready[0]->vocab_size(),
       .max_model_len = ready[0]->max_model_len(),

@@ -27,6 +27,7 @@ struct GroupInfo {
   int64_t device_blocks = 0;
   int64_t host_blocks = 0;
   int64_t disk_blocks = 0;
+  bool has_peers = false;  // the ranks can ask those of other replicas for blocks
   int64_t attention_parity_tokens = 0;
   int64_t vocab_size = 0;
   int64_t max_model_len = 0;
@@ -76,8 +77,9 @@ class WorkerGroup {
 
 struct WorkerGroupOptions {
   std::vector<std::string> addresses;  // by rank
-  // The group fills in epoch and rank.
+  // The group fills in epoch, rank and peers.
   v1::ShardPlan shard_plan;
+  std::vector<std::vector<std::string>> peers = {};  // by rank, as ParsePeers; empty: none
   // Longest time of a rank to its first answer while the group forms.
   absl::Duration answer_timeout = absl::Seconds(30);
   // Longest silence of a rank that has answered, while the group forms: loading reports its

@@ -86,7 +86,7 @@ struct Metrics::Series {
                                  "1 while the disk tier is not read since it did not answer.")
                               .Add({});
   Gauge& restoring =
-      Gauges("kvasir_num_requests_restoring", "Waiting requests whose KV is read from disk.")
+      Gauges("kvasir_num_requests_restoring", "Waiting requests whose KV comes from disk or peers.")
           .Add({});
   Gauge& waiting_tokens =
       Gauges("kvasir_num_waiting_prompt_tokens", "Prompt tokens of requests that wait.").Add({});
@@ -127,6 +127,7 @@ struct Metrics::Series {
                "Preempted requests that run again, by where they found blocks of theirs.");
   Counter& resumed_host = resumed.Add({{"from", "host"}});
   Counter& resumed_disk = resumed.Add({{"from", "disk"}});
+  Counter& resumed_peer = resumed.Add({{"from", "peer"}});
   Counter& resumed_recompute = resumed.Add({{"from", "recompute"}});
   Counter& plans_ahead =
       Counters("kvasir_plans_ahead_total",
@@ -147,6 +148,7 @@ struct Metrics::Series {
   Counter& cached_device = cached_by_source.Add({{"source", "device"}});
   Counter& cached_host = cached_by_source.Add({{"source", "host"}});
   Counter& cached_disk = cached_by_source.Add({{"source", "disk"}});
+  Counter& cached_peer = cached_by_source.Add({{"source", "peer"}});
   Family<Counter>& success =
       Counters("kvasir_request_success_total", "Requests that were admitted and have ended.");
   Family<Counter>& rejected =
@@ -259,6 +261,7 @@ void Metrics::RequestFinished(const absl::Status& status, const v1::Finish& summ
   s.cached_device.Increment(cached.device());
   s.cached_host.Increment(cached.host());
   s.cached_disk.Increment(cached.disk());
+  s.cached_peer.Increment(cached.peer());
   s.e2e.Observe(absl::ToDoubleSeconds(since_arrival));
   s.prompt_length.Observe(summary.usage().prompt_tokens());
   s.answer_length.Observe(summary.usage().completion_tokens());
@@ -296,6 +299,7 @@ MetricsTotals Metrics::totals() const {
           .cached_device_tokens = Value(s.cached_device),
           .cached_host_tokens = Value(s.cached_host),
           .cached_disk_tokens = Value(s.cached_disk),
+          .cached_peer_tokens = Value(s.cached_peer),
           .prefix_queries = Value(s.prefix_queries),
           .prefix_hits = Value(s.prefix_hits)};
 }
@@ -328,6 +332,7 @@ void Metrics::SchedulerState(const SchedulerStats& stats) {
   advance(s.preempted_restore, seen.preempted_restore, stats.preempted_restore);
   advance(s.preempted_loss, seen.preempted_loss, stats.preempted_loss);
   advance(s.resumed_disk, seen.resumed_disk, stats.resumed_disk);
+  advance(s.resumed_peer, seen.resumed_peer, stats.resumed_peer);
   advance(s.resumed_host, seen.resumed_host, stats.resumed_host);
   advance(s.resumed_recompute, seen.resumed_recompute, stats.resumed_recompute);
   advance(s.plans_ahead, seen.plans_ahead, stats.plans_ahead);

@@ -40,6 +40,7 @@ struct MetricsTotals {
   uint64_t cached_device_tokens = 0;
   uint64_t cached_host_tokens = 0;
   uint64_t cached_disk_tokens = 0;
+  uint64_t cached_peer_tokens = 0;
   uint64_t prefix_queries = 0;
   uint64_t prefix_hits = 0;
 };

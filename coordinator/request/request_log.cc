@@ -98,6 +98,7 @@ void LogRequestEnd(const AcceptedRequest& request, const absl::Status& status,
   fields.emplace_back("cached_device", int64_t{cached.device()});
   fields.emplace_back("cached_host", int64_t{cached.host()});
   fields.emplace_back("cached_disk", int64_t{cached.disk()});
+  fields.emplace_back("cached_peer", int64_t{cached.peer()});
   AddTimes(summary, total, fields);
   AddAttention(summary.attention(), fields);
   proto::LogEvent(LevelOf(status), "request ended", fields);

@@ -128,10 +128,11 @@ void SetUsage(int64_t prompt_tokens, const v1::Usage& usage, otlp::Span& span) {
   SetAttribute("gen_ai.usage.input_tokens", prompt_tokens, span);
   SetAttribute("gen_ai.usage.output_tokens", int64_t{usage.completion_tokens()}, span);
   SetAttribute("gen_ai.usage.cache_read.input_tokens",
-               int64_t{cached.device()} + cached.host() + cached.disk(), span);
+               int64_t{cached.device()} + cached.host() + cached.disk() + cached.peer(), span);
   SetAttribute("kvasir.cached_tokens.device", int64_t{cached.device()}, span);
   SetAttribute("kvasir.cached_tokens.host", int64_t{cached.host()}, span);
   SetAttribute("kvasir.cached_tokens.disk", int64_t{cached.disk()}, span);
+  SetAttribute("kvasir.cached_tokens.peer", int64_t{cached.peer()}, span);
 }
 
 void SetAttention(const v1::AttentionReport& attention, otlp::Span& span) {

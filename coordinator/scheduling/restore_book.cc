@@ -15,6 +15,9 @@ using kvstore::PrefixHash;
 
 // A sequence that reads its prompt stops for no fewer stored blocks.
 constexpr int64_t kLeastWorthAWait = 4;
+// Blocks that peers are asked for at most: a sequence takes room for all of them, though perhaps no
+// peer has any.
+constexpr int64_t kMostAtPeers = 1024;
 
 absl::StatusOr<PrefixHash> ParseHash(int64_t rank, const std::string& bytes) {
   PrefixHash hash;
@@ -46,14 +49,28 @@ absl::Status RestoreBook::OnReport(int64_t rank, const v1::TierReport& report, T
   return absl::OkStatus();
 }
 
-std::vector<PrefixHash> RestoreBook::Match(const Sequence& sequence,
+RestoreBook::Restorable RestoreBook::Match(const Sequence& sequence,
                                            const kvstore::PrefixMatch& match, TimePoint now) {
-  if (!options_.enable_prefix_caching || sequence.restore_tried || now < disk_aside_until_)
-    return {};
-  const size_t cached = match.blocks.size();
-  return stored_.Match(match.hashes.empty() ? sequence.scope : match.hashes.back(),
-                       sequence.matchable().subspan(cached * static_cast<size_t>(kBlockTokens)),
-                       static_cast<int64_t>(cached), sequence.decode_part);
+  Restorable found;
+  if (!options_.enable_prefix_caching || sequence.restore_tried) return found;
+  const auto cached = static_cast<int64_t>(match.blocks.size());
+  PrefixHash parent = match.hashes.empty() ? sequence.scope : match.hashes.back();
+  if (now >= disk_aside_until_) {
+    found.hashes = stored_.Match(
+        parent, sequence.matchable().subspan(static_cast<size_t>(cached * kBlockTokens)), cached,
+        sequence.decode_part);
+    found.stored = std::ssize(found.hashes);
+  }
+  if (!options_.has_peers) return found;
+  const int64_t begin = cached + found.stored;
+  const int64_t end = std::min(sequence.shareable_tokens() / kBlockTokens, begin + kMostAtPeers);
+  if (end - begin < kLeastWorthAWait) return found;
+  if (!found.hashes.empty()) parent = found.hashes.back();
+  for (int64_t i = begin; i < end; ++i) {
+    parent = kvstore::HashBlock(parent, sequence.block_tokens(i), sequence.decode_part.KeyOf(i));
+    found.hashes.push_back(parent);
+  }
+  return found;
 }
 
 bool RestoreBook::IsStoredAfter(const Sequence& sequence, int64_t num_blocks, TimePoint now) {
@@ -71,20 +88,24 @@ bool RestoreBook::IsStoredAfter(const Sequence& sequence, int64_t num_blocks, Ti
                                   sequence.decode_part)) >= kLeastWorthAWait;
 }
 
-void RestoreBook::Begin(Sequence& sequence, const std::vector<PrefixHash>& stored, TimePoint now) {
-  const bool on_trial = is_disk_set_aside();
+void RestoreBook::Begin(Sequence& sequence, const Restorable& restorable, TimePoint now) {
+  const bool on_trial = is_disk_set_aside() && restorable.stored > 0;
   sequence.restore_tried = true;
   entries_.push_back(
       {.sequence = &sequence,
        .begin = sequence.num_blocks(),
-       .pending = static_cast<int64_t>(stored.size()),
+       .pending = static_cast<int64_t>(restorable.hashes.size()),
        .deadline = After(now, on_trial ? options_.disk_trial : options_.restore_patience)});
   if (on_trial) disk_aside_until_ = After(now, disk_pause_);  // one sequence is enough
-  for (const PrefixHash& hash : stored) {
+  int64_t stored_left = restorable.stored;
+  for (const PrefixHash& hash : restorable.hashes) {
     const int64_t index = sequence.num_blocks();
     const BlockId id = sequence.TakeBlock();
     sequence.hashes.push_back(hash);
-    awaited_[id] = {.sequence = &sequence, .index = index, .ranks_left = options_.num_ranks};
+    awaited_[id] = {.sequence = &sequence,
+                    .index = index,
+                    .ranks_left = options_.num_ranks,
+                    .is_stored = stored_left-- > 0};
     awaited_hashes_.insert(hash);
   }
 }
@@ -96,12 +117,15 @@ void RestoreBook::OnRestored(const v1::RestoredBlock& restored, TimePoint now) {
   AwaitedBlock& block = it->second;
   Entry& entry = EntryOf(*block.sequence);
   if (restored.error_code() != 0) {
-    block.sequence->lost_block = block.index;
+    // Stored blocks may follow on a stored one that was lost. Peers are asked once.
+    if (block.is_stored) block.sequence->lost_block = block.index;
     KeepOnly(entry, block.index);
   } else if (--block.ranks_left == 0) {
-    disk_pause_ = absl::ZeroDuration();
-    disk_aside_until_ = TimePoint();
-    disk_answered_at_ = now;
+    if (block.is_stored) {
+      disk_pause_ = absl::ZeroDuration();
+      disk_aside_until_ = TimePoint();
+      disk_answered_at_ = now;
+    }
     entry.deadline = After(now, options_.restore_patience);
     --entry.pending;
     awaited_.erase(it);
@@ -113,11 +137,17 @@ void RestoreBook::GiveUpLate(TimePoint now) {
   bool late = false;
   for (Entry& entry : entries_) {
     if (entry.pending == 0 || now < entry.deadline) continue;
-    late = true;
+    late |= AwaitsStored(entry);
     ComputeRest(entry);
   }
   // A slow disk that serves other sequences is still worth waiting for.
   if (late && now >= After(disk_answered_at_, options_.restore_patience)) SetDiskAside(now);
+}
+
+bool RestoreBook::AwaitsStored(const Entry& entry) const {
+  return std::any_of(awaited_.begin(), awaited_.end(), [&](const auto& awaited) {
+    return awaited.second.sequence == entry.sequence && awaited.second.is_stored;
+  });
 }
 
 void RestoreBook::SetDiskAside(TimePoint now) {

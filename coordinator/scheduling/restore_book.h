@@ -1,6 +1,6 @@
 // Blocks that ranks have beside those of the prefix index, on disk or in memory from a group
 // before, as the scheduler sees them: which blocks are stored, which are on their way back and for
-// whom, and whether the disk is worth asking.
+// whom, and whether the disk is worth asking. And blocks that peers of the ranks may have.
 //
 // Where the prefix index ends, the chain of a prompt goes on among the blocks that every rank has
 // stored. Those are restored first: the sequence holds its blocks and waits, others run on. A
@@ -9,6 +9,10 @@
 // sequence asks for its blocks once. A disk that brings nothing for a time is set aside at once:
 // all sequences that wait for it compute their blocks, and only from time to time one sequence
 // tries the disk again, for a short while.
+//
+// Where the stored blocks end, too, the rest of the chain is asked for at peers, if there are any:
+// nobody here knows what they hold. The ranks answer for each block; from the first that some rank
+// does not get on the prompt is computed.
 //
 // Called by the scheduler. Thread-compatible. It outlives the sequences that it names.
 #pragma once
@@ -40,18 +44,22 @@ class RestoreBook {
   absl::Status OnReport(int64_t rank, const v1::TierReport& report, TimePoint now);
 
   bool HeldByAll(const kvstore::PrefixHash& hash) const { return stored_.HeldByAll(hash); }
-  // The stored blocks that follow on `match`. None when the sequence has asked before, or while the
-  // disk is set aside.
-  std::vector<kvstore::PrefixHash> Match(const Sequence& sequence,
-                                         const kvstore::PrefixMatch& match, TimePoint now);
+  // The blocks that may be restored after those of `match`. None when the sequence has asked
+  // before.
+  struct Restorable {
+    std::vector<kvstore::PrefixHash> hashes;
+    int64_t stored = 0;  // number of the first ones that are stored; peers may have the others
+  };
+  Restorable Match(const Sequence& sequence, const kvstore::PrefixMatch& match, TimePoint now);
   // Some sequence restores this block.
   bool IsAwaited(const kvstore::PrefixHash& hash) const { return awaited_hashes_.contains(hash); }
   // Whether so many blocks are stored after the sequence's first `num_blocks` that it may wait for
   // them. False when one that it has not sealed is stored too: it was given up for being late.
   bool IsStoredAfter(const Sequence& sequence, int64_t num_blocks, TimePoint now);
 
-  // Takes blocks for `stored`, which follow on those that the sequence has, and awaits them.
-  void Begin(Sequence& sequence, const std::vector<kvstore::PrefixHash>& stored, TimePoint now);
+  // Takes blocks for those of `restorable`, which follow on those that the sequence has, and awaits
+  // them.
+  void Begin(Sequence& sequence, const Restorable& restorable, TimePoint now);
   // Forgets the sequence, which stops restoring for whatever reason.
   void Forget(const Sequence& sequence);
   // Lets sequences whose blocks are late compute them.
@@ -82,10 +90,13 @@ class RestoreBook {
     Sequence* sequence = nullptr;
     int64_t index = 0;       // of the block in the sequence
     int64_t ranks_left = 0;  // number of ranks that have not restored it yet
+    bool is_stored = false;  // on all ranks' disks, not perhaps at peers
   };
 
   Entry& EntryOf(const Sequence& sequence);
   void OnRestored(const v1::RestoredBlock& restored, TimePoint now);
+  // Whether some of the blocks that it waits for are stored, not perhaps at peers.
+  bool AwaitsStored(const Entry& entry) const;
   void SetDiskAside(TimePoint now);
   void ComputeRest(Entry& entry);
   void KeepOnly(Entry& entry, int64_t num_blocks);

@@ -353,6 +353,8 @@ void Scheduler::ApplyToken(Sequence& sequence, const v1::RowResult& result, Time
 void Scheduler::CountResumed(const v1::RowAccounting& found) {
   if (found.cached_disk_tokens() > 0) {
     ++state_.counters.resumed_disk;
+  } else if (found.cached_peer_tokens() > 0) {
+    ++state_.counters.resumed_peer;
   } else if (found.cached_device_tokens() + found.cached_host_tokens() > 0) {
     ++state_.counters.resumed_host;
   } else {

@@ -16,6 +16,7 @@ struct SchedulerOptions {
   int64_t num_ranks = 1;
   int64_t device_blocks = 0;  // blocks that every rank's device tier holds
   int64_t disk_blocks = 0;    // blocks that every rank's disk tier holds; 0: some rank has none
+  bool has_peers = false;     // every rank can ask its peers for blocks
   // Number of attended tokens that are as much work as the rest of one token's layers.
   int64_t attention_parity_tokens = 0;
   // Why the ranks measure no attention mass. Unspecified: they measure it.

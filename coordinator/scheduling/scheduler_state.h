@@ -22,7 +22,7 @@ namespace kvasir::coordinator {
 struct SchedulerStats {
   int64_t running = 0;
   int64_t waiting = 0;
-  int64_t restoring = 0;  // wait for blocks from disk
+  int64_t restoring = 0;  // wait for blocks from disk or peers
   bool disk_set_aside = false;
   int64_t waiting_tokens = 0;  // prompt tokens of the waiting requests
   int64_t prefix_queries = 0;  // prompt tokens of admitted requests
@@ -37,6 +37,7 @@ struct SchedulerStats {
   int64_t preempted_restore = 0;  // for stored blocks after one that was lost
   int64_t preempted_loss = 0;     // with the worker group
   int64_t resumed_disk = 0;       // admitted again, with blocks from disk
+  int64_t resumed_peer = 0;       // with blocks from a peer and none from disk
   int64_t resumed_host = 0;       // with blocks from memory only
   int64_t resumed_recompute = 0;
   int64_t plans_ahead = 0;   // plans made while another one was unanswered

@@ -104,6 +104,7 @@ void Sequence::Account(const v1::RowAccounting& row, bool first) {
     cached_by_tier.set_device(row.cached_device_tokens());
     cached_by_tier.set_host(row.cached_host_tokens());
     cached_by_tier.set_disk(row.cached_disk_tokens());
+    cached_by_tier.set_peer(row.cached_peer_tokens());
   }
   AddPhase(row.prefill(), prefill);
   AddPhase(row.decode(), decode);

@@ -52,11 +52,11 @@ void SequenceTable::Add(std::unique_ptr<Sequence> sequence) {
   sequences_.emplace(sequence->spec.id, std::move(sequence));
 }
 
-void SequenceTable::Restore(Sequence& sequence, const std::vector<kvstore::PrefixHash>& stored,
+void SequenceTable::Restore(Sequence& sequence, const RestoreBook::Restorable& restorable,
                             TimePoint now) {
   KVASIR_CHECK(sequence.state == State::kWaiting);
   Leave(sequence);
-  restores_.Begin(sequence, stored, now);
+  restores_.Begin(sequence, restorable, now);
   sequence.is_planned = true;
   sequence.state = State::kRestoring;
   if (!sequence.admitted_at.has_value()) sequence.restores_since = now;

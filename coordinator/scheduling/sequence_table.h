@@ -60,8 +60,8 @@ class SequenceTable {
   // --- transitions ---
   // Puts a new sequence at the end of the queue.
   void Add(std::unique_ptr<Sequence> sequence);
-  // Waits for the `stored` blocks, which follow on those that the sequence has.
-  void Restore(Sequence& sequence, const std::vector<kvstore::PrefixHash>& stored, TimePoint now);
+  // Waits for the `restorable` blocks, which follow on those that the sequence has.
+  void Restore(Sequence& sequence, const RestoreBook::Restorable& restorable, TimePoint now);
   // Gives a slot to a sequence that holds its blocks. REQUIRES: a slot is idle.
   void Run(Sequence& sequence);
   // Puts a sequence that holds blocks at the head of the queue. It gives up all that it holds.

@@ -9,8 +9,6 @@
 namespace kvasir::coordinator {
 namespace {
 
-using kvstore::PrefixHash;
-
 // When a request joins others, one in this many blocks is left free for their next tokens.
 constexpr int64_t kWatermark = 64;
 
@@ -301,11 +299,11 @@ StepPlanner::Reserved StepPlanner::TryReserve(Sequence& sequence) {
   if (state_.options.enable_prefix_caching) {
     match = blocks.index().Match(sequence.scope, sequence.matchable(), sequence.decode_part);
   }
-  const std::vector<PrefixHash> stored = state_.restores.Match(sequence, match, now_);
+  const RestoreBook::Restorable found = state_.restores.Match(sequence, match, now_);
   const auto on_its_way =
-      std::find_if(stored.begin(), stored.end(),
+      std::find_if(found.hashes.begin(), found.hashes.end(),
                    [this](const PrefixHash& hash) { return state_.restores.IsAwaited(hash); });
-  if (on_its_way != stored.end()) {
+  if (on_its_way != found.hashes.end()) {
     sequence.waits_for = *on_its_way;
     return Reserved::kLater;
   }
@@ -318,10 +316,10 @@ StepPlanner::Reserved StepPlanner::TryReserve(Sequence& sequence) {
   sequence.reservation = blocks.Reserve(needed);
   sequence.blocks = std::move(match.blocks);
   sequence.hashes = std::move(match.hashes);
-  if (stored.empty()) return Reserved::kReady;
+  if (found.hashes.empty()) return Reserved::kReady;
   const int64_t cached = sequence.num_blocks();
-  state_.sequences.Restore(sequence, stored, now_);
-  sequence.known_tokens = sequence.num_blocks() * kBlockTokens;
+  state_.sequences.Restore(sequence, found, now_);
+  sequence.known_tokens = (cached + found.stored) * kBlockTokens;
   for (int64_t i = cached; i < sequence.num_blocks(); ++i) plan_.AddRestore(sequence, i);
   return Reserved::kRestoring;
 }

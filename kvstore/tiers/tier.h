@@ -1,7 +1,8 @@
-// A tier for whole extents below the host tier: the disk. Asynchronous and batched: the memory that
-// a request names must not change until its completion has been polled. A tier may forget any block
-// at any time and reports it; it never returns bytes that are not the block's. Called by the KV
-// store; tests/support has a double. Thread-compatible: used only by the engine's thread.
+// A tier for whole extents below the host tier: the disk, peers. Asynchronous and batched: the
+// memory that a request names must not change until its completion has been polled. A tier may
+// forget any block at any time and reports it; it never returns bytes that are not the block's.
+// Called by the KV store; tests/support has a double. Thread-compatible: used only by the engine's
+// thread.
 #pragma once
 
 #include <array>
@@ -13,6 +14,7 @@
 #include "absl/types/span.h"
 
 #include "kvstore/format/page_format.h"
+#include "kvstore/peers/lent_blocks.h"
 
 namespace kvasir::kvstore {
 
@@ -35,6 +37,8 @@ struct TierCompletion {
   // DATA_LOSS when it is damaged (then it is forgotten).
   absl::Status status;
   BlockIdentity block;  // for a read
+  // A peer was asked, not this process's own tier. It may not have had the block: NOT_FOUND.
+  bool from_peer = false;
 };
 
 struct TierEvents {
@@ -45,6 +49,20 @@ struct TierEvents {
 struct StoredBlock {
   PrefixHash hash{};
   std::array<int32_t, kBlockTokens> tokens{};
+};
+
+// Counters since the tier was opened, unless said otherwise. Blocks count once, however many peers
+// were asked for them.
+struct PeerStats {
+  int64_t configured = 0;  // peers that this process was told of
+  int64_t linked = 0;      // those of them that answer, now
+  int64_t fetched_blocks = 0;
+  int64_t fetched_bytes = 0;
+  int64_t absent_blocks = 0;   // no peer had them
+  int64_t failed_blocks = 0;   // a peer failed, was late or went, and no other one had them
+  int64_t refused_blocks = 0;  // other bytes came than were sealed
+  int64_t lent_blocks = 0;     // given to other processes
+  int64_t lent_bytes = 0;
 };
 
 // Counters since the tier was opened, unless said otherwise.
@@ -63,6 +81,7 @@ struct TierStats {
   int64_t failed_reads = 0;  // by the device
   int64_t checksum_failures = 0;
   int64_t evictions = 0;
+  PeerStats peers;
 };
 
 class Tier {
@@ -79,6 +98,10 @@ class Tier {
 
   virtual const ExtentFormat& format() const = 0;
   virtual bool Holds(const PrefixHash& hash) const = 0;
+  // Whether it is worth to read a block that the tier may not hold itself.
+  virtual bool MayRead(const PrefixHash& hash) const { return Holds(hash); }
+  // Where the store says which blocks of the host tier others may read; null: nobody reads them.
+  virtual LentBlocks* lent_blocks() { return nullptr; }
   virtual std::vector<StoredBlock> Inventory() const = 0;
   // First generation of blocks sealed by this process: above all those of its predecessors.
   virtual uint64_t first_generation() const = 0;

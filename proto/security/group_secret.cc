@@ -51,17 +51,29 @@ class SecretPage {
   char* data_ = nullptr;
 };
 
+absl::string_view NameOf(GroupSecret::Side side) {
+  switch (side) {
+    case GroupSecret::Side::kCoordinator:
+      return "kvasir coordinator:";
+    case GroupSecret::Side::kWorker:
+      return "kvasir worker:";
+    case GroupSecret::Side::kBorrower:
+      return "kvasir borrower:";
+    case GroupSecret::Side::kLender:
+      return "kvasir lender:";
+  }
+  return "";
+}
+
 class SecretInMemory final : public GroupSecret {
  public:
-  absl::Status ReadFrom(const std::string& path);
+  absl::Status ReadFrom(const std::string& path, absl::string_view flag);
 
   bool empty() const override { return size_ == 0; }
   std::string Proof(Side side, const Nonces& nonces) const override {
     // The side's name keeps one end from returning the other's proof as its own. Nonces have one
     // length, so the text can be cut in one way only.
-    const std::string text = absl::StrCat(
-        side == Side::kWorker ? "kvasir worker:" : "kvasir coordinator:", nonces.worker,
-        nonces.coordinator);
+    const std::string text = absl::StrCat(NameOf(side), nonces.worker, nonces.coordinator);
     std::string proof(kProofBytes, '\0');
     unsigned int size = 0;
     const unsigned char* made =
@@ -77,47 +89,47 @@ class SecretInMemory final : public GroupSecret {
   size_t size_ = 0;
 };
 
-absl::Status Bad(const std::string& path, absl::string_view why) {
-  return absl::InvalidArgumentError(absl::StrCat("--group-secret-file ", path, " ", why));
-}
-
-absl::Status SecretInMemory::ReadFrom(const std::string& path) {
+absl::Status SecretInMemory::ReadFrom(const std::string& path, absl::string_view flag) {
+  const auto bad = [&](absl::string_view why) {
+    return absl::InvalidArgumentError(absl::StrCat(flag, " ", path, " ", why));
+  };
   if (page_.data() == nullptr) {
     return absl::ResourceExhaustedError("no memory that core dumps leave out, for a secret");
   }
   const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   struct stat found = {};
   if (!file.valid() || fstat(file.get(), &found) != 0) {
-    return Bad(path, absl::StrCat("cannot be read: ", std::strerror(errno)));
+    return bad(absl::StrCat("cannot be read: ", std::strerror(errno)));
   }
-  if (!S_ISREG(found.st_mode)) return Bad(path, "is not a file");
+  if (!S_ISREG(found.st_mode)) return bad("is not a file");
   // A group may read it: Kubernetes mounts secrets so.
   if ((found.st_mode & (S_IRWXO | S_IWGRP)) != 0) {
-    return Bad(path, "is open to other users; chmod 600 it, and make a new secret if they read it");
+    return bad("is open to other users; chmod 600 it, and make a new secret if they read it");
   }
   while (size_ < SecretPage::kBytes) {
     const ssize_t count = read(file.get(), page_.data() + size_, SecretPage::kBytes - size_);
     if (count < 0 && errno == EINTR) continue;
-    if (count < 0) return Bad(path, absl::StrCat("cannot be read: ", std::strerror(errno)));
+    if (count < 0) return bad(absl::StrCat("cannot be read: ", std::strerror(errno)));
     if (count == 0) break;
     size_ += static_cast<size_t>(count);
   }
-  if (size_ > kMostBytes) return Bad(path, absl::StrCat("has more than ", kMostBytes, " bytes"));
+  if (size_ > kMostBytes) return bad(absl::StrCat("has more than ", kMostBytes, " bytes"));
   while (size_ > 0 && absl::ascii_isspace(static_cast<unsigned char>(page_.data()[size_ - 1]))) {
     --size_;
   }
   if (size_ < kLeastBytes) {
-    return Bad(path, absl::StrCat("has ", size_, " bytes, a secret at least ", kLeastBytes,
-                                  "; 'openssl rand -hex 32' makes one"));
+    return bad(absl::StrCat("has ", size_, " bytes, a secret at least ", kLeastBytes,
+                            "; 'openssl rand -hex 32' makes one"));
   }
   return absl::OkStatus();
 }
 
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<const GroupSecret>> GroupSecret::Read(const std::string& path) {
+absl::StatusOr<std::shared_ptr<const GroupSecret>> GroupSecret::Read(const std::string& path,
+                                                                     absl::string_view flag) {
   auto secret = std::make_shared<SecretInMemory>();
-  if (!path.empty()) KVASIR_RETURN_IF_ERROR(secret->ReadFrom(path));
+  if (!path.empty()) KVASIR_RETURN_IF_ERROR(secret->ReadFrom(path, flag));
   return std::shared_ptr<const GroupSecret>(std::move(secret));
 }
 

@@ -29,6 +29,7 @@ inline SchedulerOptions Options(const SymbolicWorkerOptions& worker) {
   return {.group_epoch = 3,
           .device_blocks = worker.device_blocks,
           .disk_blocks = worker.disk_blocks,
+          .has_peers = worker.has_peers,
           .vocab_size = worker.vocab_size,
           .weights_hash = std::string(32, 'w'),
           .kv_form = "rotated/float32",

@@ -87,8 +87,8 @@ class HttpLogs(unittest.TestCase):
                          ("request ended", "info", "OK", "length"))
         self.assertEqual((line["tenant"], line["api_key"], reply.headers["x-request-id"]), ("red-team", "red", request_id))
         cached = usage["prompt_tokens_details"]["cached_tokens_by_tier"]
-        self.assertEqual([line[name] for name in ("prompt_tokens", "answer_tokens", "cached_device", "cached_host", "cached_disk")],
-                         [usage["prompt_tokens"], usage["completion_tokens"], cached["device"], cached["host"], cached["disk"]])
+        self.assertEqual([line[name] for name in ("prompt_tokens", "answer_tokens", "cached_device", "cached_host", "cached_disk", "cached_peer")],
+                         [usage["prompt_tokens"], usage["completion_tokens"], cached["device"], cached["host"], cached["disk"], cached["peer"]])
         self.assertAlmostEqual(line["skipped_share"], usage["kvasir"]["sparsity"], places=8)
         decode_s = line["mean_itl_s"] * (line["answer_tokens"] - 1)
         self.assertLessEqual(line["queue_s"], line["ttft_s"])

@@ -81,9 +81,9 @@ class Logs(unittest.TestCase):
         self.assertEqual(line["finish_reason"], {1: "stop", 2: "length"}[finish.reason])
         cached = usage.cached_tokens
         self.assertEqual([line[name] for name in ("request_id", "prompt_tokens", "answer_tokens", "cached_device",
-                                                  "cached_host", "cached_disk")],
+                                                  "cached_host", "cached_disk", "cached_peer")],
                          [finish.request_id, usage.prompt_tokens, usage.completion_tokens, cached.device, cached.host,
-                          cached.disk])
+                          cached.disk, cached.peer])
         self.assertAlmostEqual(line["queue_s"], seconds(timing.queue), places=8)
         self.assertAlmostEqual(line["ttft_s"], seconds(timing.time_to_first_token), places=8)
         self.assertAlmostEqual(line["mean_itl_s"], seconds(timing.decode) / (usage.completion_tokens - 1), places=8)

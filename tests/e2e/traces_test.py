@@ -119,7 +119,7 @@ class Traces(unittest.TestCase):
             "gen_ai.response.finish_reasons": ["length"], "gen_ai.usage.input_tokens": 600,
             "gen_ai.usage.output_tokens": len(answer.token_ids), "gen_ai.usage.cache_read.input_tokens": answer.cached_tokens,
             "kvasir.cached_tokens.device": usage.cached_tokens.device, "kvasir.cached_tokens.host": usage.cached_tokens.host,
-            "kvasir.cached_tokens.disk": 0, "kvasir.policy": "default", "kvasir.tenant": "one"}
+            "kvasir.cached_tokens.disk": 0, "kvasir.cached_tokens.peer": 0, "kvasir.policy": "default", "kvasir.tenant": "one"}
         self.assertEqual({name: seen.get(name) for name in expected}, expected)
         queue, first, decode = (seconds(part) for part in (timing.queue, timing.time_to_first_token, timing.decode))
         times = {"time_in_queue": queue, "time_to_first_token": first, "time_in_model_prefill": first - queue,

@@ -46,7 +46,7 @@ class Answer:
     @property
     def cached_tokens(self) -> int:
         cached = self.finish.usage.cached_tokens
-        return cached.device + cached.host + cached.disk
+        return cached.device + cached.host + cached.disk + cached.peer
 
 
 def read_stream(stream) -> Answer:

@@ -36,6 +36,7 @@ struct SymbolicWorkerOptions {
   int64_t max_num_batched_tokens = 512;
   int64_t vocab_size = 50;
   int64_t disk_blocks = 0;
+  bool has_peers = false;
 };
 
 class SymbolicWorker {
@@ -51,6 +52,8 @@ class SymbolicWorker {
   v1::TierReport TakeTierReport(Disk how, uint64_t random = 0);
   // The process starts anew on the disk of another; what it reports when it joins.
   v1::TierReport TakeOverDisk(const SymbolicWorker& other);
+  // From now on a peer has what another rank has stored.
+  void AskPeer(const SymbolicWorker& other) { at_peer_ = other.stored_; }
   // The next `n` reads of the disk fail, after `sound` that do not.
   void FailReads(int64_t n, int64_t sound = 0) {
     failing_reads_ = n;
@@ -83,6 +86,7 @@ class SymbolicWorker {
     std::string prefix_hash;   // set when sealed
     bool restoring = false;
     bool restored = false;  // and not used since
+    bool from_peer = false;
   };
   struct Stored {
     uint64_t fingerprint = 0;
@@ -94,6 +98,7 @@ class SymbolicWorker {
     std::vector<int32_t> tokens;
     int64_t given_tokens = 0;
     int64_t from_disk = 0;  // blocks
+    int64_t from_peer = 0;
     int64_t kv_length = 0;
     std::vector<uint64_t> blocks = {};
     bool is_left = false;  // it had no row in a step: it has had its last one
@@ -141,6 +146,7 @@ class SymbolicWorker {
 
   std::map<std::string, Stored> stored_;  // by prefix hash
   std::map<std::string, Stored> writes_;  // not yet there
+  std::map<std::string, Stored> at_peer_;
   std::vector<uint64_t> restores_;        // ids of blocks that are being read
   int64_t failing_reads_ = 0;
   int64_t sound_reads_ = 0;
@@ -247,7 +253,7 @@ inline absl::Status SymbolicWorker::Start(const v1::SequenceStart& start) {
       return Bad("uses a cached block that is not this prefix", id);
     }
     ++block.users;
-    slot.from_disk += std::exchange(block.restored, false) ? 1 : 0;
+    if (std::exchange(block.restored, false)) ++(block.from_peer ? slot.from_peer : slot.from_disk);
     slot.blocks.push_back(id);
   }
   slots_.emplace(start.slot(), std::move(slot));
@@ -315,8 +321,9 @@ inline absl::Status SymbolicWorker::RunRow(const v1::StepRow& row, v1::StepReply
   result.set_slot(row.slot());
   v1::RowAccounting& accounting = *result.mutable_accounting();
   accounting.mutable_decode()->set_blocks_total(slot.blocks.size());
-  accounting.set_cached_device_tokens(
-      static_cast<uint32_t>((slot.start.cached_blocks_size() - slot.from_disk) * kTokens));
+  accounting.set_cached_device_tokens(static_cast<uint32_t>(
+      (slot.start.cached_blocks_size() - slot.from_disk - slot.from_peer) * kTokens));
+  accounting.set_cached_peer_tokens(static_cast<uint32_t>(slot.from_peer * kTokens));
   accounting.set_cached_disk_tokens(static_cast<uint32_t>(slot.from_disk * kTokens));
   KVASIR_RETURN_IF_ERROR(Score(row, slot, result));
   if (!row.sample()) return absl::OkStatus();

@@ -1,4 +1,4 @@
-// The disk of a SymbolicWorker: writes, reads and what it reports of them. The end of
+// The disk and the peer of a SymbolicWorker: writes, reads and what it reports of them. The end of
 // symbolic_worker.h, which every user includes.
 #pragma once
 
@@ -52,14 +52,17 @@ inline void SymbolicWorker::EndRead(uint64_t id, bool fails, v1::TierReport& rep
   v1::RestoredBlock& restored = *report.add_restored();
   restored.set_block_id(id);
   const auto found = stored_.find(it->second.prefix_hash);
-  if (!fails && found != stored_.end()) {
+  const auto lent = at_peer_.find(it->second.prefix_hash);
+  it->second.from_peer = found == stored_.end() && lent != at_peer_.end();
+  if (!fails && (found != stored_.end() || it->second.from_peer)) {
     it->second.restoring = false;
     it->second.restored = true;
-    it->second.fingerprint = found->second.fingerprint;
+    it->second.fingerprint = (it->second.from_peer ? lent : found)->second.fingerprint;
     ++reads_done_;
     return;
   }
-  restored.set_error_code(static_cast<int32_t>(absl::StatusCode::kDataLoss));
+  restored.set_error_code(static_cast<int32_t>(fails ? absl::StatusCode::kDataLoss
+                                                     : absl::StatusCode::kNotFound));
   if (found != stored_.end()) {
     report.add_forgotten(found->first);
     stored_.erase(found);

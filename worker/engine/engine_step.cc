@@ -40,6 +40,7 @@ void FillAccounting(const EngineRow& row, const AttentionMeter& meter,
   accounting.set_cached_device_tokens(static_cast<uint32_t>(row.cached.device_tokens));
   accounting.set_cached_host_tokens(static_cast<uint32_t>(row.cached.host_tokens));
   accounting.set_cached_disk_tokens(static_cast<uint32_t>(row.cached.disk_tokens));
+  accounting.set_cached_peer_tokens(static_cast<uint32_t>(row.cached.peer_tokens));
   if (row.computed < 0) return;
   const RowAttention& attention = meter.row(row.computed);
   FillPhase(attention, Phase::kPrefill, *accounting.mutable_prefill());

@@ -239,9 +239,10 @@ absl::StatusOr<CachedPrefix> SlotTable::Start(const v1::SequenceStart& start) {
     const BlockId block_id = ToBlockId(id);
     const kvstore::BlockResidency where = store_.Where(block_id);
     const bool on_device = where.device_pages == options_.pages_per_block;
-    (where.restored ? cached.disk_tokens
-     : on_device    ? cached.device_tokens
-                    : cached.host_tokens) += kPageTokens;
+    (where.restored && where.from_peer ? cached.peer_tokens
+     : where.restored                  ? cached.disk_tokens
+     : on_device                       ? cached.device_tokens
+                                       : cached.host_tokens) += kPageTokens;
     absl::StatusOr<Block> block = store_.Get(block_id);
     if (!block.ok()) return FromStore(block.status());
     const int64_t index = static_cast<int64_t>(sequence.blocks.size());

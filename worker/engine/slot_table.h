@@ -48,6 +48,7 @@ struct CachedPrefix {
   int64_t device_tokens = 0;
   int64_t host_tokens = 0;
   int64_t disk_tokens = 0;  // restored for this sequence
+  int64_t peer_tokens = 0;  // likewise, from a peer
 };
 
 class SlotTable {

@@ -11,6 +11,7 @@ void UsageSum::AddFinish(const v1::Finish& finish) {
   cached_.set_device(cached_.device() + cached.device());
   cached_.set_host(cached_.host() + cached.host());
   cached_.set_disk(cached_.disk() + cached.disk());
+  cached_.set_peer(cached_.peer() + cached.peer());
   const v1::AttentionReport& report = finish.attention();
   blocks_ += report.prefill_blocks_total() + report.decode_blocks_total();
   blocks_skipped_ += proto::SkippedPages(report.prefill_blocks_skipped()) +
@@ -30,9 +31,12 @@ json UsageSum::Json(State state) const {
                 {"total_tokens", prompt_tokens_ + completion_tokens_}};
   if (state == State::kRunning) return usage;
   usage["prompt_tokens_details"] = {
-      {"cached_tokens", cached_.device() + cached_.host() + cached_.disk()},
+      {"cached_tokens", cached_.device() + cached_.host() + cached_.disk() + cached_.peer()},
       {"cached_tokens_by_tier",
-       {{"device", cached_.device()}, {"host", cached_.host()}, {"disk", cached_.disk()}}}};
+       {{"device", cached_.device()},
+        {"host", cached_.host()},
+        {"disk", cached_.disk()},
+        {"peer", cached_.peer()}}}};
   json mass = 1;
   if (mass_samples_ > 0) mass = mass_ / static_cast<double>(mass_samples_);
   if (mass_unknown_) mass = nullptr;

@@ -31,10 +31,11 @@ class Usage:
     cached_device: int  # prompt tokens whose KV was reused, by the tier that held it
     cached_host: int
     cached_disk: int
+    cached_peer: int
 
     @property
     def cached_tokens(self) -> int:
-        return self.cached_device + self.cached_host + self.cached_disk
+        return self.cached_device + self.cached_host + self.cached_disk + self.cached_peer
 
 
 @dataclasses.dataclass
@@ -96,7 +97,7 @@ class Assembler:
             "".join(self._text), self._token_ids, self._logprobs,
             "length" if finish.reason == generation_pb2.FINISH_REASON_LENGTH else "stop",
             getattr(finish, stop) if stop else None,
-            Usage(finish.usage.prompt_tokens, finish.usage.completion_tokens, cached.device, cached.host, cached.disk),
+            Usage(finish.usage.prompt_tokens, finish.usage.completion_tokens, cached.device, cached.host, cached.disk, cached.peer),
             finish.attention)
 
 

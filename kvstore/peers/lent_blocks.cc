@@ -1,0 +1,31 @@
+#include "kvstore/peers/lent_blocks.h"
+
+namespace kvasir::kvstore {
+
+using kernels::MutexLock;
+
+void LentBlocks::Add(const PrefixHash& hash, absl::Span<const std::byte> extent) {
+  MutexLock lock(mu_);
+  by_hash_[hash] = {.extent = extent, .number = ++next_number_};
+}
+
+void LentBlocks::Remove(const PrefixHash& hash, absl::Span<const std::byte> extent) {
+  MutexLock lock(mu_);
+  const auto it = by_hash_.find(hash);
+  if (it != by_hash_.end() && it->second.extent.data() == extent.data()) by_hash_.erase(it);
+}
+
+std::optional<LentBlocks::Lent> LentBlocks::Find(const PrefixHash& hash) const {
+  MutexLock lock(mu_);
+  const auto it = by_hash_.find(hash);
+  if (it == by_hash_.end()) return std::nullopt;
+  return it->second;
+}
+
+bool LentBlocks::IsStillLent(const PrefixHash& hash, uint64_t number) const {
+  MutexLock lock(mu_);
+  const auto it = by_hash_.find(hash);
+  return it != by_hash_.end() && it->second.number == number;
+}
+
+}  // namespace kvasir::kvstore

@@ -1,0 +1,315 @@
+#include "worker/peers/peer_borrower.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "spdlog/spdlog.h"
+
+#include "kernels/base/status_macros.h"
+#include "kvstore/peers/socket_address.h"
+#include "worker/peers/peer_lender.h"
+
+namespace kvasir::worker {
+namespace {
+
+using kvstore::PeerLink;
+using proto::GroupSecret;
+
+constexpr size_t kProofBytes = 32;
+
+// Another try soon would end alike.
+bool IsRefusal(const absl::Status& why) {
+  return absl::IsFailedPrecondition(why) || absl::IsUnauthenticated(why) || absl::IsDataLoss(why) ||
+         absl::IsInvalidArgument(why);
+}
+
+absl::StatusOr<std::string> ResolveName(const std::string& name) {
+  const size_t colon = name.rfind(':');
+  int port = 0;
+  if (colon == std::string::npos || !absl::SimpleAtoi(name.substr(colon + 1), &port)) {
+    return absl::InvalidArgumentError(absl::StrCat("'", name, "' is not HOST:PORT"));
+  }
+  KVASIR_ASSIGN_OR_RETURN(const kvstore::SocketAddress address,
+                          kvstore::Resolve(name.substr(0, colon), port));
+  return address.ToString();
+}
+
+}  // namespace
+
+PeerBorrower::PeerBorrower(PeerBorrowerOptions options, OnEnd on_end)
+    : options_(std::move(options)), on_end_(std::move(on_end)), peers_(options_.peers.size()) {
+  for (size_t i = 0; i < peers_.size(); ++i) peers_[i].name = options_.peers[i];
+}
+
+// --- links --------------------------------------------------------------------------------------
+
+void PeerBorrower::OnTick() {
+  const Clock::time_point now = Clock::now();
+  for (size_t i = 0; i < peers_.size(); ++i) {
+    Peer& peer = peers_[i];
+    if (peer.state == Peer::State::kAway && now >= peer.next) Connect(i);
+    if (peer.state == Peer::State::kLookedUp &&
+        peer.address.wait_for(std::chrono::seconds(0)) == std::future_status::ready) {
+      OpenTo(i, peer.address.get());
+    }
+    if (peer.state == Peer::State::kGreeting && now >= peer.next) {
+      node_->Close(peer.link, absl::UnavailableError("it does not greet in time"));
+    }
+    if (peer.outstanding > 0 && now >= peer.heard + options_.patience) {
+      node_->Close(peer.link, absl::UnavailableError(absl::StrCat(
+                                  "silent for ", options_.patience.count(), " ms while ",
+                                  peer.outstanding, " blocks are asked for")));
+    }
+  }
+}
+
+// Names are looked up on a thread of their own, which may take long.
+void PeerBorrower::Connect(size_t index) {
+  Peer& peer = peers_[index];
+  if (kvstore::ParseAddress(peer.name).ok()) {
+    OpenTo(index, peer.name);
+    return;
+  }
+  peer.state = Peer::State::kLookedUp;
+  peer.address = std::async(std::launch::async, [name = peer.name] { return ResolveName(name); });
+}
+
+void PeerBorrower::OpenTo(size_t index, const absl::StatusOr<std::string>& address) {
+  Peer& peer = peers_[index];
+  if (address.ok() && *address == node_->address()) {
+    peer.state = Peer::State::kSelf;
+    return;
+  }
+  const absl::StatusOr<PeerLink> link =
+      address.ok() ? node_->Open(*address) : absl::StatusOr<PeerLink>(address.status());
+  if (!link.ok()) {
+    SetAway(peer, link.status());
+    return;
+  }
+  peer.link = *link;
+  peer.state = Peer::State::kGreeting;
+  peer.next = Clock::now() + options_.greeting;
+  by_link_[*link] = index;
+}
+
+void PeerBorrower::SetAway(Peer& peer, const absl::Status& why) {
+  peer.state = Peer::State::kAway;
+  peer.pause = IsRefusal(why)
+                   ? options_.longest_pause
+                   : std::clamp(2 * peer.pause, options_.first_pause, options_.longest_pause);
+  peer.next = Clock::now() + peer.pause;
+  const std::string words(why.message());
+  if (std::exchange(peer.told, words) != words) {
+    spdlog::warn("peer {}: {}; tried again from time to time", peer.name, words);
+  }
+}
+
+void PeerBorrower::OnLost(PeerLink link, const absl::Status& why) {
+  const auto lost = by_link_.extract(link);
+  if (!lost) return;
+  Peer& peer = peers_[lost.mapped()];
+  if (peer.state == Peer::State::kReady) --num_linked_;
+  peer.outstanding = 0;
+  SetAway(peer, why);
+  std::vector<uint64_t> tickets;
+  for (const auto& [ticket, fetch] : fetches_) {
+    if (fetch.is_asked && fetch.peer == lost.mapped()) tickets.push_back(ticket);
+  }
+  std::sort(tickets.begin(), tickets.end());
+  for (const uint64_t ticket : tickets) {
+    Fetched& fetch = fetches_.at(ticket);
+    fetch.has_failed = true;
+    AskNext(ticket, fetch);
+  }
+  Ask();
+}
+
+std::optional<absl::Span<std::byte>> PeerBorrower::PlaceOf(PeerLink link, const PeerHeader& header,
+                                                           size_t body_bytes) {
+  Peer& peer = peers_[by_link_.at(link)];
+  peer.heard = Clock::now();
+  if (peer.state == Peer::State::kGreeting) {
+    if (!peer.greeting.empty() || body_bytes == 0 || body_bytes > kMostGreetingBytes) {
+      return std::nullopt;
+    }
+    peer.greeting.resize(body_bytes);
+    return absl::MakeSpan(reinterpret_cast<std::byte*>(peer.greeting.data()), body_bytes);
+  }
+  if (header.kind != PeerMessage::kBlock) {
+    if (body_bytes > 0) return std::nullopt;
+    return absl::Span<std::byte>();
+  }
+  const auto it = fetches_.find(header.ticket);
+  if (it == fetches_.end()) return std::nullopt;
+  Fetched& fetch = it->second;
+  if (!fetch.is_asked || &peers_[fetch.peer] != &peer || fetch.has_place ||
+      body_bytes != fetch.read.extent.size()) {
+    return std::nullopt;
+  }
+  fetch.has_place = true;
+  return fetch.read.extent;
+}
+
+void PeerBorrower::OnMessage(PeerLink link, const PeerHeader& header,
+                             absl::Span<const std::byte> body) {
+  Peer& peer = peers_[by_link_.at(link)];
+  peer.heard = Clock::now();
+  switch (header.kind) {
+    case PeerMessage::kHello:
+    case PeerMessage::kWelcome:
+      if (peer.state == Peer::State::kGreeting) {
+        const std::string words = std::exchange(peer.greeting, {});
+        header.kind == PeerMessage::kHello ? TakeHello(peer, words) : TakeWelcome(peer, words);
+        return;
+      }
+      break;
+    case PeerMessage::kBlock:
+    case PeerMessage::kWhole:
+    case PeerMessage::kGone:
+    case PeerMessage::kAbsent:
+      if (peer.state == Peer::State::kReady) {
+        OnOutcome(peer, header);
+        return;
+      }
+      break;
+    case PeerMessage::kProof:
+    case PeerMessage::kWant:
+      break;
+  }
+  node_->Close(link, absl::FailedPreconditionError(
+                         absl::StrCat("it sent message ", static_cast<uint32_t>(header.kind),
+                                      " with ", body.size(), " bytes out of turn")));
+}
+
+void PeerBorrower::TakeHello(Peer& peer, absl::string_view body) {
+  peer.nonces = {.worker = std::string(body), .coordinator = GroupSecret::NewNonce()};
+  SendCopy(
+      *node_, peer.link, PeerMessage::kProof,
+      peer.nonces.coordinator + options_.secret->Proof(GroupSecret::Side::kBorrower, peer.nonces));
+}
+
+void PeerBorrower::TakeWelcome(Peer& peer, absl::string_view body) {
+  const absl::string_view proof = body.substr(0, kProofBytes);
+  if (!options_.secret->Proves(GroupSecret::Side::kLender, peer.nonces, proof)) {
+    node_->Close(peer.link, absl::UnauthenticatedError(
+                                "it does not prove the secret; give all replicas the same "
+                                "--peer-secret-file"));
+    return;
+  }
+  const absl::string_view theirs = body.substr(kProofBytes);
+  if (theirs != options_.fingerprint) {
+    node_->Close(peer.link,
+                 absl::FailedPreconditionError(absl::StrCat(
+                     "it has blocks of ", theirs, ", this worker of ", options_.fingerprint,
+                     "; peers must serve the same model, with the same KV and ranks")));
+    return;
+  }
+  peer.state = Peer::State::kReady;
+  peer.pause = {};
+  peer.told.clear();
+  ++num_linked_;
+  spdlog::info("peer {}: linked, for blocks of {}", peer.name, options_.fingerprint);
+}
+
+// --- blocks -------------------------------------------------------------------------------------
+
+void PeerBorrower::Fetch(std::vector<kvstore::TierRead> reads) {
+  for (kvstore::TierRead& read : reads) {
+    const uint64_t ticket = read.ticket;
+    fetches_[ticket].read = std::move(read);
+    waiting_.push_back(ticket);
+  }
+  Ask();
+}
+
+bool PeerBorrower::HasRoom(const Peer& peer, size_t block_bytes) const {
+  const auto bytes = static_cast<int64_t>(block_bytes);
+  return peer.outstanding == 0 || (peer.outstanding + 1) * bytes <= options_.window_bytes;
+}
+
+// Asks the peers for what waits, as far as their windows go.
+void PeerBorrower::Ask() {
+  std::vector<std::vector<WantedBlock>> by_peer(peers_.size());
+  std::deque<uint64_t> still_waiting;
+  for (const uint64_t ticket : std::exchange(waiting_, {})) {
+    Fetched& fetch = fetches_.at(ticket);
+    while (fetch.peer < peers_.size() && peers_[fetch.peer].state != Peer::State::kReady) {
+      ++fetch.peer;
+    }
+    if (fetch.peer == peers_.size()) {
+      const absl::Status status = fetch.has_failed
+                                      ? absl::UnavailableError("a peer did not give the block")
+                                      : absl::NotFoundError("no peer has the block");
+      on_end_(fetch.read, fetch.peer, status);
+      fetches_.erase(ticket);
+      continue;
+    }
+    Peer& peer = peers_[fetch.peer];
+    if (!HasRoom(peer, fetch.read.extent.size())) {
+      still_waiting.push_back(ticket);
+      continue;
+    }
+    if (peer.outstanding++ == 0) peer.heard = Clock::now();
+    fetch.is_asked = true;
+    by_peer[fetch.peer].push_back({.ticket = ticket, .hash = fetch.read.hash});
+  }
+  waiting_ = std::move(still_waiting);
+  SendWants(std::move(by_peer));
+}
+
+void PeerBorrower::SendWants(std::vector<std::vector<WantedBlock>> by_peer) {
+  for (size_t i = 0; i < by_peer.size(); ++i) {
+    for (size_t begin = 0; begin < by_peer[i].size(); begin += kMostWantedBlocks) {
+      const size_t count = std::min(kMostWantedBlocks, by_peer[i].size() - begin);
+      SendCopy(*node_, peers_[i].link, PeerMessage::kWant,
+               std::string(reinterpret_cast<const char*>(by_peer[i].data() + begin),
+                           count * sizeof(WantedBlock)));
+    }
+  }
+}
+
+void PeerBorrower::OnOutcome(Peer& peer, const PeerHeader& header) {
+  const auto it = fetches_.find(header.ticket);
+  const bool is_asked =
+      it != fetches_.end() && it->second.is_asked && &peers_[it->second.peer] == &peer;
+  // No block can be both on its way and absent.
+  const bool fits = is_asked && !it->second.outcome.has_value() &&
+                    !(header.kind == PeerMessage::kAbsent && it->second.has_place);
+  if (header.kind == PeerMessage::kBlock && is_asked) {
+    it->second.is_here = true;
+  } else if (fits) {
+    it->second.outcome = header.kind;
+  } else {
+    node_->Close(peer.link, absl::FailedPreconditionError("it spoke of a block out of turn"));
+    return;
+  }
+  Settle(header.ticket, it->second);
+}
+
+void PeerBorrower::Settle(uint64_t ticket, Fetched& fetch) {
+  if (!fetch.outcome.has_value()) return;
+  if (*fetch.outcome != PeerMessage::kAbsent && !fetch.is_here) return;
+  --peers_[fetch.peer].outstanding;
+  if (*fetch.outcome == PeerMessage::kWhole) {
+    on_end_(fetch.read, fetch.peer, absl::OkStatus());
+    fetches_.erase(ticket);
+  } else {
+    AskNext(ticket, fetch);
+  }
+  Ask();
+}
+
+void PeerBorrower::AskNext(uint64_t ticket, Fetched& fetch) {
+  fetch = {.read = fetch.read, .peer = fetch.peer + 1, .has_failed = fetch.has_failed};
+  waiting_.push_back(ticket);
+}
+
+void PeerBorrower::OnWrongBytes(size_t peer, const absl::Status& why) {
+  if (peers_[peer].state != Peer::State::kReady) return;
+  node_->Close(peers_[peer].link,
+               absl::DataLossError(absl::StrCat("it sent wrong bytes: ", why.message())));
+}
+
+}  // namespace kvasir::worker
