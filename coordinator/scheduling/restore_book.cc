@@ -15,8 +15,10 @@ using kvstore::PrefixHash;
 
 // A sequence that reads its prompt stops for no fewer stored blocks.
 constexpr int64_t kLeastWorthAWait = 4;
-// Blocks that peers are asked for at most: a sequence takes room for all of them, though perhaps no
-// peer has any.
+// Blocks that peers are asked for at first, the factor by which further questions grow, and the
+// most blocks of one: a sequence takes room for all of them, though perhaps no peer has any.
+constexpr int64_t kFirstAtPeers = 64;
+constexpr int64_t kMoreAtPeers = 4;
 constexpr int64_t kMostAtPeers = 1024;
 
 absl::StatusOr<PrefixHash> ParseHash(int64_t rank, const std::string& bytes) {
@@ -54,7 +56,7 @@ RestoreBook::Restorable RestoreBook::Match(const Sequence& sequence,
   Restorable found;
   if (!options_.enable_prefix_caching || sequence.restore_tried) return found;
   const auto cached = static_cast<int64_t>(match.blocks.size());
-  PrefixHash parent = match.hashes.empty() ? sequence.scope : match.hashes.back();
+  const PrefixHash& parent = match.hashes.empty() ? sequence.scope : match.hashes.back();
   if (now >= disk_aside_until_) {
     found.hashes = stored_.Match(
         parent, sequence.matchable().subspan(static_cast<size_t>(cached * kBlockTokens)), cached,
@@ -62,15 +64,29 @@ RestoreBook::Restorable RestoreBook::Match(const Sequence& sequence,
     found.stored = std::ssize(found.hashes);
   }
   if (!options_.has_peers) return found;
-  const int64_t begin = cached + found.stored;
-  const int64_t end = std::min(sequence.shareable_tokens() / kBlockTokens, begin + kMostAtPeers);
-  if (end - begin < kLeastWorthAWait) return found;
-  if (!found.hashes.empty()) parent = found.hashes.back();
+  if (found.hashes.empty()) {
+    AddAtPeers(sequence, parent, cached, kFirstAtPeers, found);
+  } else {
+    AddAtPeers(sequence, found.hashes.back(), cached + found.stored, kFirstAtPeers, found);
+  }
+  return found;
+}
+
+RestoreBook::Restorable RestoreBook::MatchOn(const Sequence& sequence) {
+  Restorable found;
+  AddAtPeers(sequence, sequence.chain(), sequence.num_blocks(), EntryOf(sequence).next_at_peers,
+             found);
+  return found;
+}
+
+void RestoreBook::AddAtPeers(const Sequence& sequence, PrefixHash parent, int64_t begin,
+                             int64_t count, Restorable& found) {
+  const int64_t end = std::min(sequence.shareable_tokens() / kBlockTokens, begin + count);
+  if (end - begin < kLeastWorthAWait) return;
   for (int64_t i = begin; i < end; ++i) {
     parent = kvstore::HashBlock(parent, sequence.block_tokens(i), sequence.decode_part.KeyOf(i));
     found.hashes.push_back(parent);
   }
-  return found;
 }
 
 bool RestoreBook::IsStoredAfter(const Sequence& sequence, int64_t num_blocks, TimePoint now) {
@@ -94,9 +110,23 @@ void RestoreBook::Begin(Sequence& sequence, const Restorable& restorable, TimePo
   entries_.push_back(
       {.sequence = &sequence,
        .begin = sequence.num_blocks(),
-       .pending = static_cast<int64_t>(restorable.hashes.size()),
        .deadline = After(now, on_trial ? options_.disk_trial : options_.restore_patience)});
   if (on_trial) disk_aside_until_ = After(now, disk_pause_);  // one sequence is enough
+  Await(entries_.back(), restorable);
+}
+
+void RestoreBook::Continue(Sequence& sequence, const Restorable& restorable, TimePoint now) {
+  Entry& entry = EntryOf(sequence);
+  entry.begin = sequence.num_blocks();
+  entry.deadline = After(now, options_.restore_patience);
+  Await(entry, restorable);
+}
+
+void RestoreBook::Await(Entry& entry, const Restorable& restorable) {
+  Sequence& sequence = *entry.sequence;
+  entry.pending = std::ssize(restorable.hashes);
+  const int64_t at_peers = entry.pending - restorable.stored;
+  entry.next_at_peers = std::min(kMoreAtPeers * at_peers, kMostAtPeers);
   int64_t stored_left = restorable.stored;
   for (const PrefixHash& hash : restorable.hashes) {
     const int64_t index = sequence.num_blocks();
@@ -171,6 +201,7 @@ void RestoreBook::ComputeRest(Entry& entry) {
 // The sequence goes on with its first `num_blocks` blocks and computes the others.
 void RestoreBook::KeepOnly(Entry& entry, int64_t num_blocks) {
   Sequence& sequence = *entry.sequence;
+  entry.next_at_peers = 0;
   for (int64_t i = num_blocks; i < sequence.num_blocks(); ++i) {
     const BlockId id = sequence.blocks[static_cast<size_t>(i)].id();
     entry.pending -= static_cast<int64_t>(awaited_.erase(id));

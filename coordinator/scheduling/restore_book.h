@@ -12,7 +12,8 @@
 //
 // Where the stored blocks end, too, the rest of the chain is asked for at peers, if there are any:
 // nobody here knows what they hold. The ranks answer for each block; from the first that some rank
-// does not get on the prompt is computed.
+// does not get on the prompt is computed. The first questions are short, because ranks take room
+// for what they ask for: only a sequence that got all of it asks on.
 //
 // Called by the scheduler. Thread-compatible. It outlives the sequences that it names.
 #pragma once
@@ -51,6 +52,9 @@ class RestoreBook {
     int64_t stored = 0;  // number of the first ones that are stored; peers may have the others
   };
   Restorable Match(const Sequence& sequence, const kvstore::PrefixMatch& match, TimePoint now);
+  // The blocks that peers may have after those that they gave. None when they did not give all.
+  // REQUIRES: the sequence waits for no block.
+  Restorable MatchOn(const Sequence& sequence);
   // Some sequence restores this block.
   bool IsAwaited(const kvstore::PrefixHash& hash) const { return awaited_hashes_.contains(hash); }
   // Whether so many blocks are stored after the sequence's first `num_blocks` that it may wait for
@@ -58,8 +62,9 @@ class RestoreBook {
   bool IsStoredAfter(const Sequence& sequence, int64_t num_blocks, TimePoint now);
 
   // Takes blocks for those of `restorable`, which follow on those that the sequence has, and awaits
-  // them.
+  // them. Continue is for a sequence that is in the book.
   void Begin(Sequence& sequence, const Restorable& restorable, TimePoint now);
+  void Continue(Sequence& sequence, const Restorable& restorable, TimePoint now);
   // Forgets the sequence, which stops restoring for whatever reason.
   void Forget(const Sequence& sequence);
   // Lets sequences whose blocks are late compute them.
@@ -85,6 +90,8 @@ class RestoreBook {
     int64_t begin = 0;    // blocks of the sequence from here on are, or were, awaited
     int64_t pending = 0;  // number of blocks that are still awaited
     TimePoint deadline;   // for the next of them
+    // Number of blocks that peers are asked for next, if they give all that they are asked for now.
+    int64_t next_at_peers = 0;
   };
   struct AwaitedBlock {
     Sequence* sequence = nullptr;
@@ -94,6 +101,11 @@ class RestoreBook {
   };
 
   Entry& EntryOf(const Sequence& sequence);
+  // Appends the hashes of at most `count` blocks of the sequence from the `begin`-th on, which
+  // follow on `parent`. None for a few.
+  static void AddAtPeers(const Sequence& sequence, kvstore::PrefixHash parent, int64_t begin,
+                         int64_t count, Restorable& found);
+  void Await(Entry& entry, const Restorable& restorable);
   void OnRestored(const v1::RestoredBlock& restored, TimePoint now);
   // Whether some of the blocks that it waits for are stored, not perhaps at peers.
   bool AwaitsStored(const Entry& entry) const;

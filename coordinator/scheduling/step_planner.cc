@@ -242,9 +242,19 @@ void StepPlanner::PlanPrompts() {
 // They were at the head of the queue when they began to restore.
 void StepPlanner::AdmitRestored() {
   for (Sequence* sequence : state_.restores.Ready()) {
+    if (AskOn(*sequence)) continue;
     if (!plan_.HasRoomFor(*sequence)) return;
     Admit(*sequence);
   }
+}
+
+bool StepPlanner::AskOn(Sequence& sequence) {
+  const RestoreBook::Restorable more = state_.restores.MatchOn(sequence);
+  if (more.hashes.empty()) return false;
+  const int64_t begin = sequence.num_blocks();
+  state_.restores.Continue(sequence, more, now_);
+  for (int64_t i = begin; i < sequence.num_blocks(); ++i) plan_.AddRestore(sequence, i);
+  return true;
 }
 
 void StepPlanner::AdmitWaiting() {
@@ -300,9 +310,9 @@ StepPlanner::Reserved StepPlanner::TryReserve(Sequence& sequence) {
     match = blocks.index().Match(sequence.scope, sequence.matchable(), sequence.decode_part);
   }
   const RestoreBook::Restorable found = state_.restores.Match(sequence, match, now_);
-  const auto on_its_way =
-      std::find_if(found.hashes.begin(), found.hashes.end(),
-                   [this](const PrefixHash& hash) { return state_.restores.IsAwaited(hash); });
+  const auto on_its_way = std::find_if(
+      found.hashes.begin(), found.hashes.end(),
+      [this](const kvstore::PrefixHash& hash) { return state_.restores.IsAwaited(hash); });
   if (on_its_way != found.hashes.end()) {
     sequence.waits_for = *on_its_way;
     return Reserved::kLater;

@@ -60,6 +60,8 @@ class StepPlanner {
   void PlanPrompts();
 
   void AdmitRestored();
+  // Asks peers for more, when they gave all that the sequence asked for. False when it does not.
+  bool AskOn(Sequence& sequence);
   void AdmitWaiting();
   // Another request restores a block that this one waits for.
   bool IsOnItsWay(const Sequence& sequence) const;

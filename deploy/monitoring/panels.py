@@ -86,6 +86,8 @@ CACHE = (
            (rate("kv_writes_dropped_total", "reason"), "writes dropped: {{reason}}"))),
     Panel("Written to disk", "How much does the drive wear?", "Bps",
           ((rate("kv_disk_written_bytes_total", "rank"), "rank {{rank}}"),)),
+    Panel("Blocks at peers", "Do peers help?", "short",
+          ((rate("peer_blocks_total", "result"), "{{result}}"), (gauge("peers", "state"), "peers {{state}}"))),
 )
 
 ATTENTION = (

@@ -137,13 +137,30 @@ TEST_F(SchedulerPeersTest, PeersThatAreLateCostTheWaitAndNotTheDisk) {
 }
 
 // It takes room for all blocks that it asks for.
-TEST_F(SchedulerPeersTest, AVeryLongPromptAsksForItsBeginning) {
-  SymbolicWorkerOptions worker = kWithPeers;
-  worker.host_blocks = 4096;
-  Make(worker);
-  Add(Spec(Prompt(64 * 2000), 1));
+TEST_F(SchedulerPeersTest, ALongPromptAsksForItsBeginningFirstAndOnWhileAllOfItComes) {
+  SymbolicWorkerOptions owner = kOwner, asker = kWithPeers;
+  owner.disk_blocks = owner.host_blocks = asker.host_blocks = 1000;
+  const std::vector<int32_t> prompt = Prompt(64 * 600 + 10, 5);
+  Make(owner);
+  Add(Spec({prompt.begin(), prompt.begin() + 64 * 400 + 1}, 1));
+  RunUntilIdle();
+  peer_ = std::move(worker_);
+  Make(asker);
+  worker_->AskPeer(*peer_);
+  SequenceSpec spec = Spec(prompt, 5);
+  expected_ = Expected(spec);
+  const SequenceId id = Add(std::move(spec));
+  for (const int blocks : {64, 256, 280}) {
+    ASSERT_TRUE(Step());
+    EXPECT_THAT(plan_.restores(), SizeIs(blocks));
+    EXPECT_THAT(plan_.rows(), IsEmpty());
+    DeliverTierReport();
+  }
   ASSERT_TRUE(Step());
-  EXPECT_THAT(plan_.restores(), SizeIs(1024));
+  EXPECT_EQ(plan_.rows(0).begin(), 64 * 400u);
+  EXPECT_EQ(worker_->reads(), 400);
+  RunUntilIdle();
+  EXPECT_EQ(tokens_[id], expected_);
 }
 
 }  // namespace
