@@ -25,7 +25,7 @@ BLOCK = 64
 PROMPT_TOKENS = 8000
 SHARED = (PROMPT_TOKENS - 1) // BLOCK * BLOCK  # in whole blocks: one token is left to compute
 FLAGS = ["--kv-device-size-gb=0.05", "--kv-host-size-gb=0.2", "--mass-sample-rate=0", "--max-num-batched-tokens=512",
-         "--max-model-len=16384", "--threads=1"]
+         "--max-model-len=8192", "--threads=1"]
 OPTIONS = dict(max_tokens=8, ignore_eos=True)
 
 
@@ -53,7 +53,7 @@ def peer_blocks(service, result, rank=0):
 
 
 def memory_of(pid):
-    [memory] = [fd for fd in pathlib.Path(f"/proc/{pid}/fd").iterdir() if "kvasir-kv" in os.readlink(fd)]
+    memory = [fd for fd in pathlib.Path(f"/proc/{pid}/fd").iterdir() if "kvasir-kv" in os.readlink(fd)][0]
     return os.open(memory, os.O_RDWR)
 
 
@@ -112,7 +112,8 @@ class Fetching(PeersTest):
         self.fetch(ranks=2)
 
     def test_what_was_fetched_is_lent_on(self):
-        ports = [free_ports(3) + i for i in range(3)]
+        first_port = free_ports(3)
+        ports = [first_port + i for i in range(3)]
         prompt = make_prompt(3, 1000)
         with self.serve(ports[0], ports[1:2]) as first, self.serve(ports[1], ports[:1]) as second:
             self.linked(second)
@@ -123,7 +124,8 @@ class Fetching(PeersTest):
                 self.check(third.generate(prompt, **OPTIONS), expected, 960)
 
     def test_the_first_of_two_peers_that_has_a_block_gives_it(self):
-        ports = [free_ports(3) + i for i in range(3)]
+        first_port = free_ports(3)
+        ports = [first_port + i for i in range(3)]
         prompt = make_prompt(4, 1000)
         longer = prompt[:640] + make_prompt(5, 500)
         with self.serve(ports[0], []) as first, self.serve(ports[1], []) as second:

@@ -73,12 +73,12 @@ struct Asker {
     return Await([&] { return tier->stats().peers.linked == count; });
   }
 
-  std::unique_ptr<PeerTier> tier;
+  std::unique_ptr<PeerTier> tier = {};
   uint64_t ticket = 0;
-  std::map<uint32_t, std::unique_ptr<TestBlock>> memory;
+  std::map<uint32_t, std::unique_ptr<TestBlock>> memory = {};
 };
 
-class PeerTierTest : public testing::TestWithParam<const char*> {
+class PeerTierTest : public ::testing::TestWithParam<const char*> {
  protected:
   PeerTierTest() {
     spdlog::set_level(spdlog::level::off);
@@ -385,11 +385,11 @@ TEST_P(BadPeerTest, OneThatSendsABlockOfAnotherLengthLosesItsLink) {
   EXPECT_EQ(left_linked_, 1);
 }
 
-INSTANTIATE_TEST_SUITE_P(Transports, PeerTierTest, testing::Values("sm,tcp", "tcp"),
+INSTANTIATE_TEST_SUITE_P(Transports, PeerTierTest, ::testing::Values("sm,tcp", "tcp"),
                          [](const auto& test) {
                            return std::string(test.param) == "tcp" ? "tcp" : "sm";
                          });
-INSTANTIATE_TEST_SUITE_P(Transports, BadPeerTest, testing::Values("sm,tcp", "tcp"),
+INSTANTIATE_TEST_SUITE_P(Transports, BadPeerTest, ::testing::Values("sm,tcp", "tcp"),
                          [](const auto& test) {
                            return std::string(test.param) == "tcp" ? "tcp" : "sm";
                          });
