@@ -200,7 +200,7 @@ TEST_P(PeerTierTest, WrongBytesAreRefusedAndTheirSenderIsNotAskedAgain) {
   ASSERT_TRUE(asker.AwaitLinks(1));
   const TestBlock good(Format(), 1, 1);
   TestBlock wrong(Format(), 2, 1);
-  wrong.extent[wrong.extent.size() / 2] ^= std::byte{1};
+  wrong.extent[static_cast<size_t>(Format().page_offset(0))] ^= std::byte{1};
   Lend(*owner, good);
   Lend(*owner, wrong);
   const TierCompletion refused = asker.Read(2);
