@@ -122,7 +122,7 @@ PeerNodeImpl::~PeerNodeImpl() {
   }
   if (listener_ != nullptr) ucp_listener_destroy(listener_);
   if (listening_ != nullptr) ucp_worker_destroy(listening_);
-  if (context_ != nullptr) ucp_cleanup(context_);
+  if (context_ != nullptr && !is_context_in_use_) ucp_cleanup(context_);
 }
 
 // --- the thread ---------------------------------------------------------------------------------
@@ -167,6 +167,7 @@ void PeerNodeImpl::RunPosted() {
 bool PeerNodeImpl::Progress() {
   constexpr int kMostRounds = 64;  // others want to be heard, too
   bool moved = ucp_worker_progress(listening_) != 0;
+  moved |= DestroyOpened();
   std::vector<PeerLink> ids;  // a callback may add links
   for (const auto& [id, link] : links_) ids.push_back(id);
   for (const PeerLink id : ids) {

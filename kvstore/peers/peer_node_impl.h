@@ -75,6 +75,9 @@ class PeerNodeImpl final : public PeerNode {
     // UCX knows how the link goes. What is sent before waits here: UCX 1.13 chooses how to send it
     // by the limits of TCP, and fails when it is shared memory after all.
     bool is_open = false;
+    // UCX sets it up, and has a request of ours meanwhile. Over shared memory UCX 1.13 ends the
+    // process when a link is destroyed with that.
+    bool is_opening = false;
     std::vector<std::unique_ptr<Request>> waiting;
     absl::Status ended;                       // why, once it ends
     absl::flat_hash_set<Request*> in_flight;  // owned
@@ -101,6 +104,9 @@ class PeerNodeImpl final : public PeerNode {
   void EndAll();
   // Whether nothing reads into memory of the link any more, once it has ended.
   static bool MayBeDestroyed(const Link& link) { return !link.is_shared || link.receiving == 0; }
+  // Destroys a link, at once or when UCX has set it up. No message was ever on one that waits.
+  void Destroy(std::unique_ptr<Link> link);
+  bool DestroyOpened();
 
   ucs_status_t OnActiveMessage(Link& link, absl::Span<const std::byte> header, void* data,
                                size_t bytes, const ucp_am_recv_param_t& param);
@@ -128,7 +134,9 @@ class PeerNodeImpl final : public PeerNode {
   // The node's thread.
   int64_t next_link_ = 0;
   absl::flat_hash_map<PeerLink, std::unique_ptr<Link>> links_;
-  std::vector<PeerLink> ending_;  // to be ended outside of UCX's callbacks
+  std::vector<PeerLink> ending_;                // to be ended outside of UCX's callbacks
+  std::vector<std::unique_ptr<Link>> opening_;  // lost, and to be destroyed once they are set up
+  bool is_context_in_use_ = false;              // for ever: a link was never set up
   std::vector<ucp_conn_request_h> connections_;
   Clock::time_point next_tick_ = {};
 

@@ -1,6 +1,8 @@
 // Links of a node, and the messages on them.
+#include <chrono>
 #include <cstring>
 #include <optional>
+#include <tuple>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -13,6 +15,8 @@ namespace kvasir::kvstore {
 namespace {
 
 constexpr unsigned kMessageId = 1;  // of UCX's active messages
+// How long the end of a node waits for links that are set up. What is left then stays UCX's.
+constexpr std::chrono::seconds kSetUpPatience(1);
 
 }  // namespace
 
@@ -120,7 +124,7 @@ void PeerNodeImpl::EndLinks() {
     // Out of the table first: UCX calls back while a link is destroyed.
     std::unique_ptr<Link> link = std::move(links_.extract(id).mapped());
     const absl::Status why = link->ended;
-    link.reset();
+    Destroy(std::move(link));
     handler_.OnLost(id, why);
   }
 }
@@ -132,6 +136,25 @@ void PeerNodeImpl::EndAll() {
     if (link->ended.ok()) link->ended = absl::CancelledError("the node ends");
     while (!MayBeDestroyed(*link)) ucp_worker_progress(link->worker);
   }
+  for (auto& [id, link] : links) Destroy(std::move(link));
+  const Clock::time_point deadline = Clock::now() + kSetUpPatience;
+  while (!opening_.empty() && Clock::now() < deadline) DestroyOpened();
+  is_context_in_use_ = !opening_.empty();
+  for (std::unique_ptr<Link>& link : opening_) std::ignore = link.release();
+}
+
+void PeerNodeImpl::Destroy(std::unique_ptr<Link> link) {
+  if (link->is_shared && link->is_opening) opening_.push_back(std::move(link));
+}
+
+// Returns false when there was nothing to do.
+bool PeerNodeImpl::DestroyOpened() {
+  bool moved = false;
+  for (const std::unique_ptr<Link>& link : opening_) {
+    moved |= ucp_worker_progress(link->worker) != 0;
+  }
+  std::erase_if(opening_, [](const auto& link) { return !link->is_opening; });
+  return moved;
 }
 
 // --- messages -----------------------------------------------------------------------------------
@@ -176,12 +199,14 @@ void PeerNodeImpl::AwaitOpen(Link& link) {
   param.cb.send = OnOpened;
   param.user_data = &link;
   const ucs_status_ptr_t ucx = ucp_ep_flush_nbx(link.endpoint, &param);
-  if (!UCS_PTR_IS_PTR(ucx)) OnOpened(nullptr, UCS_PTR_RAW_STATUS(ucx), &link);
+  link.is_opening = UCS_PTR_IS_PTR(ucx);
+  if (!link.is_opening) OnOpened(nullptr, UCS_PTR_RAW_STATUS(ucx), &link);
 }
 
 void PeerNodeImpl::OnOpened(void* ucx, ucs_status_t status, void* opened) {
   if (ucx != nullptr) ucp_request_free(ucx);
   Link& link = *static_cast<Link*>(opened);
+  link.is_opening = false;
   if (!link.ended.ok()) return;
   if (status != UCS_OK) {
     link.node.Close(link.id, UcxError("opening a link", status));

@@ -10,6 +10,7 @@
 
 #include "kernels/append/key_codes.h"
 #include "kvstore/kv_store.h"
+#include "tests/kvstore/store_user.h"
 #include "tests/kvstore/test_blocks.h"
 #include "tests/support/iterations.h"
 #include "tests/support/scratch_directory.h"
@@ -26,7 +27,7 @@ using ::testing::SizeIs;
 const kernels::KvLayout kLayout = SmallShard().layout;
 constexpr int64_t kExtent = 12288;
 
-class KvStoreTierTest : public ::testing::Test {
+class KvStoreTierTest : public ::testing::Test, protected StoreUser {
  protected:
   void SetUp() override { Start(); }
   void TearDown() override {
@@ -34,6 +35,7 @@ class KvStoreTierTest : public ::testing::Test {
       const absl::Status integrity = store_->CheckIntegrity();
       EXPECT_TRUE(integrity.ok()) << integrity;
     }
+    store_.reset();  // before the disk
   }
 
   void Start(int64_t disk_blocks = 100, bool key_codes = false) {
@@ -51,38 +53,6 @@ class KvStoreTierTest : public ::testing::Test {
                  .value();
     ASSERT_EQ(store_->host_blocks(), 8);
   }
-  // Writes a block called `name`, whose pages, bounds and tokens follow from the name, and seals
-  // it.
-  void MakeSealed(int64_t id, uint32_t name) {
-    const Block block = store_->Open(BlockId(id)).value();
-    store_->Bind(0, 0, block);
-    const PagedKv kv = store_->BeginStep(++step_).value();
-    ForEachByte(kv, name, [](std::byte& byte, std::byte expected) { byte = expected; });
-    ASSERT_TRUE(store_->EndStep().ok());
-    ASSERT_TRUE(store_->Seal(BlockId(id), HashOf(name), TokensOf(name)).ok());
-    store_->Unbind(0, 0);
-  }
-  void ExpectHolds(int64_t id, uint32_t name) {
-    store_->Bind(0, 0, store_->Get(BlockId(id)).value());
-    const PagedKv kv = store_->BeginStep(++step_).value();
-    int64_t wrong = 0;
-    ForEachByte(kv, name,
-                [&](std::byte& byte, std::byte expected) { wrong += byte == expected ? 0 : 1; });
-    EXPECT_EQ(wrong, 0) << "block " << id;
-    ASSERT_TRUE(store_->EndStep().ok());
-    store_->Unbind(0, 0);
-  }
-  absl::Status Restore(int64_t id, uint32_t name) {
-    const absl::Status started = store_->Restore(BlockId(id), HashOf(name));
-    if (!started.ok()) return started;
-    for (;;) {
-      store_->PollTier();
-      for (const RestoredBlock& restored : store_->TakeRestored()) {
-        EXPECT_EQ(restored.id, BlockId(id));
-        return restored.status;
-      }
-    }
-  }
   std::vector<std::string> Segments() const {
     std::vector<std::string> paths;
     for (const auto& file : std::filesystem::directory_iterator(directory_ + "/segments")) {
@@ -94,8 +64,6 @@ class KvStoreTierTest : public ::testing::Test {
   testing::ScratchDirectory scratch_;
   const std::string directory_ = scratch_.path() + "/kv";
   TestStore disk_{directory_};
-  std::unique_ptr<KvStore> store_;
-  uint32_t step_ = 0;
 };
 
 TEST_F(KvStoreTierTest, ABlockOutlivesItsIdAndTheProcess) {

@@ -196,6 +196,23 @@ TEST_P(PeerNodeTest, APeerThatIsNotThereIsLost) {
   EXPECT_TRUE(absl::IsUnavailable(collector_.AwaitLoss(link)));
 }
 
+// Bug: UCX ended the process when a link over shared memory was destroyed before it was set up.
+TEST_P(PeerNodeTest, ALinkMayEndBeforeItIsSetUp) {
+  const auto open_and_close = [&] {
+    const PeerLink link = OnNode([&] {
+      const PeerLink opened = node_->Open(peer_->address()).value();
+      node_->Close(opened, absl::CancelledError("early"));
+      return opened;
+    });
+    EXPECT_TRUE(absl::IsCancelled(collector_.AwaitLoss(link)));
+  };
+  for (int i = 0; i < 20; ++i) open_and_close();
+  Ask(Open(), {.seed = 3, .bytes = 1000, .count = 1});
+  EXPECT_TRUE(collector_.AwaitArrivals(1));
+  Open();
+  node_.reset();
+}
+
 TEST_P(PeerNodeTest, EndsWhileBodiesArrive) {
   const PeerLink link = Open();
   Ask(link, {.seed = 1, .bytes = 8 << 20, .count = 64});
