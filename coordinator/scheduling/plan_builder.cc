@@ -124,9 +124,9 @@ int64_t PlanBuilder::ChunkTokens(const Sequence& sequence) const {
   if (sequence.ReadsAnswerOneByOne()) {
     rest = std::max<int64_t>(1, sequence.prompt_tokens - sequence.planned_end());
   }
-  if (sequence.lost_block.has_value()) {  // what is after it may be stored
-    const int64_t end = (*sequence.lost_block + 1) * kBlockTokens;
-    if (sequence.planned_end() < end) rest = std::min(rest, end - sequence.planned_end());
+  if (!sequence.later_blocks.empty()) {
+    rest =
+        std::min(rest, sequence.later_blocks.front().index * kBlockTokens - sequence.planned_end());
   }
   if (sequence.planned_end() < sequence.to_score()) rest = std::min(rest, kMostScored);
   if (budget_.work <= 0 || budget_.device_blocks <= 0) return 0;
@@ -202,9 +202,7 @@ void PlanBuilder::AddPersist(const Sequence& sequence, int64_t index) {
   }
 }
 
-void PlanBuilder::AddRestore(const Sequence& sequence, int64_t index) {
-  const BlockId id = sequence.blocks[static_cast<size_t>(index)].id();
-  const kvstore::PrefixHash& hash = sequence.hashes[static_cast<size_t>(index)];
+void PlanBuilder::AddRestore(BlockId id, const kvstore::PrefixHash& hash) {
   v1::BlockRestore& restore = *plan_.add_restores();
   restore.set_block_id(static_cast<uint64_t>(id.value));
   restore.set_prefix_hash(hash.data(), hash.size());

@@ -96,10 +96,10 @@ class PlanBuilder {
   // Adds the sequence to those on the ranks, with its first chunk. REQUIRES: HasRoomFor.
   void AddStart(Sequence& sequence);
   void AddFreeSlot(int64_t slot);
-  // Seals, stores or restores the index-th block of the sequence, whose hash is known.
+  // Seals or stores the index-th block of the sequence, whose hash is known.
   void AddSeal(const Sequence& sequence, int64_t index);
   void AddPersist(const Sequence& sequence, int64_t index);
-  void AddRestore(const Sequence& sequence, int64_t index);
+  void AddRestore(kvstore::BlockId id, const kvstore::PrefixHash& hash);
   void AddDrops(const std::vector<kvstore::BlockId>& blocks);
 
   // Ends the building. Nothing when the plan would not tell the ranks anything.

@@ -1,6 +1,7 @@
 #include "coordinator/scheduling/restore_book.h"
 
 #include <algorithm>
+#include <limits>
 #include <string>
 
 #include "absl/strings/str_cat.h"
@@ -12,9 +13,10 @@ namespace {
 
 using kvstore::BlockId;
 using kvstore::PrefixHash;
+using kvstore::StoredLink;
 
-// A sequence that reads its prompt stops for no fewer stored blocks.
-constexpr int64_t kLeastWorthAWait = 4;
+// A sequence asks peers for no fewer blocks.
+constexpr int64_t kLeastAtPeers = 4;
 // Blocks that peers are asked for at first, the factor by which further questions grow, and the
 // most blocks of one: a sequence takes room for all of them, though perhaps no peer has any.
 constexpr int64_t kFirstAtPeers = 64;
@@ -58,16 +60,16 @@ RestoreBook::Restorable RestoreBook::Match(const Sequence& sequence,
   const auto cached = static_cast<int64_t>(match.blocks.size());
   const PrefixHash& parent = match.hashes.empty() ? sequence.scope : match.hashes.back();
   if (now >= disk_aside_until_) {
-    found.hashes = stored_.Match(
+    found.links = stored_.Match(
         parent, sequence.matchable().subspan(static_cast<size_t>(cached * kBlockTokens)), cached,
         sequence.decode_part);
-    found.stored = std::ssize(found.hashes);
+    found.stored = std::ssize(found.links);
   }
   if (!options_.has_peers) return found;
-  if (found.hashes.empty()) {
+  if (found.links.empty()) {
     AddAtPeers(sequence, parent, cached, kFirstAtPeers, found);
   } else {
-    AddAtPeers(sequence, found.hashes.back(), cached + found.stored, kFirstAtPeers, found);
+    AddAtPeers(sequence, found.links.back().hash, cached + found.stored, kFirstAtPeers, found);
   }
   return found;
 }
@@ -82,26 +84,11 @@ RestoreBook::Restorable RestoreBook::MatchOn(const Sequence& sequence) {
 void RestoreBook::AddAtPeers(const Sequence& sequence, PrefixHash parent, int64_t begin,
                              int64_t count, Restorable& found) {
   const int64_t end = std::min(sequence.shareable_tokens() / kBlockTokens, begin + count);
-  if (end - begin < kLeastWorthAWait) return;
+  if (end - begin < kLeastAtPeers) return;
   for (int64_t i = begin; i < end; ++i) {
     parent = kvstore::HashBlock(parent, sequence.block_tokens(i), sequence.decode_part.KeyOf(i));
-    found.hashes.push_back(parent);
+    found.links.push_back({.hash = parent});
   }
-}
-
-bool RestoreBook::IsStoredAfter(const Sequence& sequence, int64_t num_blocks, TimePoint now) {
-  const auto begin = static_cast<size_t>(num_blocks * kBlockTokens);
-  const absl::Span<const int32_t> tokens = sequence.matchable();
-  if (!options_.enable_prefix_caching || now < disk_aside_until_ || tokens.size() <= begin) {
-    return false;
-  }
-  PrefixHash parent = sequence.chain();
-  for (int64_t i = sequence.sealed_blocks(); i < num_blocks; ++i) {
-    parent = kvstore::HashBlock(parent, sequence.block_tokens(i), sequence.decode_part.KeyOf(i));
-    if (stored_.HeldByAll(parent)) return false;
-  }
-  return std::ssize(stored_.Match(parent, tokens.subspan(begin), num_blocks,
-                                  sequence.decode_part)) >= kLeastWorthAWait;
 }
 
 void RestoreBook::Begin(Sequence& sequence, const Restorable& restorable, TimePoint now) {
@@ -124,20 +111,25 @@ void RestoreBook::Continue(Sequence& sequence, const Restorable& restorable, Tim
 
 void RestoreBook::Await(Entry& entry, const Restorable& restorable) {
   Sequence& sequence = *entry.sequence;
-  entry.pending = std::ssize(restorable.hashes);
-  const int64_t at_peers = entry.pending - restorable.stored;
-  entry.next_at_peers = std::min(kMoreAtPeers * at_peers, kMostAtPeers);
-  int64_t stored_left = restorable.stored;
-  for (const PrefixHash& hash : restorable.hashes) {
-    const int64_t index = sequence.num_blocks();
-    const BlockId id = sequence.TakeBlock();
-    sequence.hashes.push_back(hash);
+  const int64_t begin = sequence.num_blocks();
+  for (int64_t i = 0; i < std::ssize(restorable.links); ++i) {
+    const auto& [hash, held] = restorable.links[static_cast<size_t>(i)];
+    if (!held) continue;
+    const int64_t index = begin + i;
+    const bool follows = index == sequence.num_blocks();
+    const BlockId id = follows ? sequence.TakeBlock() : sequence.TakeLaterBlock(index, hash);
+    if (follows) sequence.hashes.push_back(hash);
     awaited_[id] = {.sequence = &sequence,
                     .index = index,
+                    .hash = hash,
                     .ranks_left = options_.num_ranks,
-                    .is_stored = stored_left-- > 0};
+                    .is_stored = i < restorable.stored};
     awaited_hashes_.insert(hash);
+    ++entry.pending;
   }
+  const int64_t at_peers = std::ssize(restorable.links) - restorable.stored;
+  const bool has_gap = !sequence.later_blocks.empty();
+  entry.next_at_peers = has_gap ? 0 : std::min(kMoreAtPeers * at_peers, kMostAtPeers);
 }
 
 // A block that nobody waits for any more was dropped before its report came.
@@ -147,9 +139,15 @@ void RestoreBook::OnRestored(const v1::RestoredBlock& restored, TimePoint now) {
   AwaitedBlock& block = it->second;
   Entry& entry = EntryOf(*block.sequence);
   if (restored.error_code() != 0) {
-    // Stored blocks may follow on a stored one that was lost. Peers are asked once.
-    if (block.is_stored) block.sequence->lost_block = block.index;
-    KeepOnly(entry, block.index);
+    if (block.is_stored) {
+      awaited_hashes_.erase(block.hash);
+      block.sequence->LoseBlock(block.index);
+      entry.next_at_peers = 0;
+      --entry.pending;
+      awaited_.erase(it);
+    } else {
+      KeepOnly(entry, block.index);
+    }
   } else if (--block.ranks_left == 0) {
     if (block.is_stored) {
       disk_pause_ = absl::ZeroDuration();
@@ -190,7 +188,7 @@ void RestoreBook::SetDiskAside(TimePoint now) {
 
 // Lets the sequence compute everything from its first awaited block on.
 void RestoreBook::ComputeRest(Entry& entry) {
-  int64_t first = entry.sequence->num_blocks();
+  int64_t first = std::numeric_limits<int64_t>::max();
   for (const auto& [id, block] : awaited_) {
     if (block.sequence == entry.sequence) first = std::min(first, block.index);
   }
@@ -202,15 +200,21 @@ void RestoreBook::ComputeRest(Entry& entry) {
 void RestoreBook::KeepOnly(Entry& entry, int64_t num_blocks) {
   Sequence& sequence = *entry.sequence;
   entry.next_at_peers = 0;
-  for (int64_t i = num_blocks; i < sequence.num_blocks(); ++i) {
-    const BlockId id = sequence.blocks[static_cast<size_t>(i)].id();
+  const auto await_no_more = [&](BlockId id, const PrefixHash& hash) {
     entry.pending -= static_cast<int64_t>(awaited_.erase(id));
+    awaited_hashes_.erase(hash);
+  };
+  for (size_t i = static_cast<size_t>(num_blocks); i < sequence.blocks.size(); ++i) {
+    await_no_more(sequence.blocks[i].id(), sequence.hashes[i]);
   }
-  for (size_t i = static_cast<size_t>(num_blocks); i < sequence.hashes.size(); ++i) {
-    awaited_hashes_.erase(sequence.hashes[i]);
+  for (const Sequence::LaterBlock& later : sequence.later_blocks) {
+    if (later.index >= num_blocks) await_no_more(later.block.id(), later.hash);
   }
-  sequence.hashes.resize(static_cast<size_t>(num_blocks));
-  sequence.GiveBackBlocks(num_blocks);
+  if (num_blocks < sequence.num_blocks()) {
+    sequence.hashes.resize(static_cast<size_t>(num_blocks));
+    sequence.GiveBackBlocks(num_blocks);
+  }
+  sequence.GiveBackLaterBlocks(num_blocks);
 }
 
 // From here on others find the blocks too. A block that is refused stays this sequence's own, like
@@ -221,6 +225,7 @@ void RestoreBook::Publish(const Entry& entry) {
     awaited_hashes_.erase(sequence.hashes[static_cast<size_t>(i)]);
     sequence.Publish(i, index_);
   }
+  for (const Sequence::LaterBlock& later : sequence.later_blocks) awaited_hashes_.erase(later.hash);
 }
 
 void RestoreBook::Forget(const Sequence& sequence) {
@@ -229,6 +234,10 @@ void RestoreBook::Forget(const Sequence& sequence) {
   for (size_t i = static_cast<size_t>(entry.begin); i < sequence.blocks.size(); ++i) {
     awaited_.erase(sequence.blocks[i].id());
     awaited_hashes_.erase(sequence.hashes[i]);
+  }
+  for (const Sequence::LaterBlock& later : sequence.later_blocks) {
+    awaited_.erase(later.block.id());
+    awaited_hashes_.erase(later.hash);
   }
 }
 

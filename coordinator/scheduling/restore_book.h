@@ -4,8 +4,8 @@
 //
 // Where the prefix index ends, the chain of a prompt goes on among the blocks that every rank has
 // stored. Those are restored first: the sequence holds its blocks and waits, others run on. A
-// block that any rank cannot read, or not in time, is computed instead, with all blocks after it;
-// when some rank lost that one alone, those after it are asked for once it is computed. Else a
+// block that some rank has not, or cannot read, is computed; those after it stay with the sequence
+// until then. A block that does not come in time is computed with all blocks after it. A
 // sequence asks for its blocks once. A disk that brings nothing for a time is set aside at once:
 // all sequences that wait for it compute their blocks, and only from time to time one sequence
 // tries the disk again, for a short while.
@@ -45,11 +45,12 @@ class RestoreBook {
   absl::Status OnReport(int64_t rank, const v1::TierReport& report, TimePoint now);
 
   bool HeldByAll(const kvstore::PrefixHash& hash) const { return stored_.HeldByAll(hash); }
-  // The blocks that may be restored after those of `match`. None when the sequence has asked
-  // before.
+  // The chain that may be restored after `match`, up to the last of its blocks that is stored or
+  // that peers may have. Empty when the sequence has asked before.
   struct Restorable {
-    std::vector<kvstore::PrefixHash> hashes;
-    int64_t stored = 0;  // number of the first ones that are stored; peers may have the others
+    std::vector<kvstore::StoredLink> links;  // one that is not held is computed
+    int64_t stored =
+        0;  // number of the first ones up to the last stored one; then come those of peers
   };
   Restorable Match(const Sequence& sequence, const kvstore::PrefixMatch& match, TimePoint now);
   // The blocks that peers may have after those that they gave. None when they did not give all.
@@ -57,12 +58,9 @@ class RestoreBook {
   Restorable MatchOn(const Sequence& sequence);
   // Some sequence restores this block.
   bool IsAwaited(const kvstore::PrefixHash& hash) const { return awaited_hashes_.contains(hash); }
-  // Whether so many blocks are stored after the sequence's first `num_blocks` that it may wait for
-  // them. False when one that it has not sealed is stored too: it was given up for being late.
-  bool IsStoredAfter(const Sequence& sequence, int64_t num_blocks, TimePoint now);
 
-  // Takes blocks for those of `restorable`, which follow on those that the sequence has, and awaits
-  // them. Continue is for a sequence that is in the book.
+  // Takes blocks for those of `restorable` that are held, and awaits them. The chain follows on the
+  // blocks that the sequence has. Continue is for a sequence that is in the book.
   void Begin(Sequence& sequence, const Restorable& restorable, TimePoint now);
   void Continue(Sequence& sequence, const Restorable& restorable, TimePoint now);
   // Forgets the sequence, which stops restoring for whatever reason.
@@ -95,14 +93,15 @@ class RestoreBook {
   };
   struct AwaitedBlock {
     Sequence* sequence = nullptr;
-    int64_t index = 0;       // of the block in the sequence
+    int64_t index = 0;  // of the block in the sequence
+    kvstore::PrefixHash hash;
     int64_t ranks_left = 0;  // number of ranks that have not restored it yet
     bool is_stored = false;  // on all ranks' disks, not perhaps at peers
   };
 
   Entry& EntryOf(const Sequence& sequence);
-  // Appends the hashes of at most `count` blocks of the sequence from the `begin`-th on, which
-  // follow on `parent`. None for a few.
+  // Appends at most `count` blocks of the sequence from the `begin`-th on, which follow on
+  // `parent`. None for a few.
   static void AddAtPeers(const Sequence& sequence, kvstore::PrefixHash parent, int64_t begin,
                          int64_t count, Restorable& found);
   void Await(Entry& entry, const Restorable& restorable);

@@ -301,7 +301,9 @@ void Scheduler::ApplyRow(const PlannedRow& row, const v1::RowResult& result, Tim
   }
   const bool is_first = row.starts && sequence->preemptions == 0;
   if (is_first) state_.CountPrefix(*sequence);
-  if (row.starts && !is_first) CountResumed(result.accounting());
+  if (row.starts && (!is_first || sequence->resumed_tokens > 0)) {
+    CountResumed(result.accounting());
+  }
   const bool prefill = sequence->in_prefill();
   sequence->Account(result.accounting(), is_first);
   sequence->computed += row.num_tokens;
@@ -386,6 +388,7 @@ absl::Status Scheduler::CheckIntegrity() const {
   const auto count = [&](const Sequence& sequence) {
     reserved += sequence.reservation.num_blocks();
     for (const Block& block : sequence.blocks) held.insert(block.id());
+    for (const Sequence::LaterBlock& later : sequence.later_blocks) held.insert(later.block.id());
   };
   absl::flat_hash_map<SequenceId, int64_t> planned_tokens;
   for (const UnansweredPlan& plan : unanswered_) {

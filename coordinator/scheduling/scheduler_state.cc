@@ -32,7 +32,8 @@ SchedulerState::SchedulerState(const SchedulerOptions& scheduler_options,
       sequences(options.max_num_seqs, restores) {}
 
 void SchedulerState::ReportProgress(Sequence& sequence, std::vector<Event>& events) const {
-  if (sequence.generated() > 0 || sequence.computed < sequence.reported_tokens) return;
+  const bool answers = sequence.generated() > sequence.resumed_tokens;
+  if (answers || sequence.computed < sequence.reported_tokens) return;
   sequence.reported_tokens = sequence.computed;
   events.push_back(Progress(sequence));
 }
@@ -40,7 +41,7 @@ void SchedulerState::ReportProgress(Sequence& sequence, std::vector<Event>& even
 ProgressEvent SchedulerState::Progress(const Sequence& sequence) const {
   ProgressEvent event = {.id = sequence.spec.id,
                          .prompt_tokens = sequence.prompt_tokens,
-                         .processed_tokens = sequence.computed,
+                         .processed_tokens = std::min(sequence.computed, sequence.prompt_tokens),
                          .cached_tokens = sequence.cached_tokens,
                          .eta = {},
                          .attention = sequence.AttentionUntilNow()};
@@ -63,8 +64,8 @@ void SchedulerState::CountPrefix(const Sequence& sequence) {
     counters.missed_disabled += prompt;
     return;
   }
-  const int64_t known = std::max(sequence.known_tokens, cached);
-  const int64_t shared = std::max(sequence.shareable_tokens(), known);
+  const int64_t known = std::min(prompt, std::max(sequence.known_tokens, cached));
+  const int64_t shared = std::min(prompt, std::max(sequence.shareable_tokens(), known));
   counters.missed_not_restored += known - cached;
   counters.missed_absent += shared - known;
   counters.missed_unshared += prompt - shared;

@@ -34,7 +34,7 @@ struct SchedulerStats {
   int64_t missed_disabled = 0;      // the cache is switched off
   int64_t preempted_swap = 0;       // preemptions with a disk tier to write to
   int64_t preempted_recompute = 0;
-  int64_t preempted_restore = 0;  // for stored blocks after one that was lost
+  int64_t preempted_restore = 0;  // after restored blocks that follow on a computed one
   int64_t preempted_loss = 0;     // with the worker group
   int64_t resumed_disk = 0;       // admitted again, with blocks from disk
   int64_t resumed_peer = 0;       // with blocks from a peer and none from disk

@@ -46,19 +46,24 @@ kvstore::DecodePart MakeDecodePart(const ResolvedPolicy& policy, int64_t begin) 
 
 Sequence::Sequence(SequenceSpec s, const kvstore::PrefixHash& prefix_scope)
     : spec(std::move(s)),
-      prompt_tokens(static_cast<int64_t>(spec.prompt.size())),
+      prompt_tokens(std::ssize(spec.prompt)),
+      resumed_tokens(std::ssize(spec.answer)),
       private_begin(PrivateBegin(spec.policy, prompt_tokens)),
       decode_part(MakeDecodePart(spec.policy, private_begin)),
       scope(prefix_scope),
       tokens(std::move(spec.prompt)),
-      given_tokens(prompt_tokens),
-      last_token_at(spec.arrival) {}
+      given_tokens(prompt_tokens + resumed_tokens),
+      generated_at_loss(resumed_tokens),
+      last_token_at(spec.arrival) {
+  tokens.insert(tokens.end(), spec.answer.begin(), spec.answer.end());
+  spec.answer = {};
+}
 
 absl::Span<const int32_t> Sequence::matchable() const {
   if (scored < to_score()) {
     return absl::MakeConstSpan(tokens).first(static_cast<size_t>(scored + 1));
   }
-  if (preemptions > 0) return tokens;
+  if (preemptions > 0 || resumed_tokens > 0) return tokens;
   // Match leaves at least one token to compute, so it is given one more than whole blocks.
   const int64_t whole = std::min(private_begin, prompt_tokens) / kBlockTokens * kBlockTokens;
   return absl::MakeConstSpan(tokens).first(static_cast<size_t>(std::min(prompt_tokens, whole + 1)));
@@ -81,6 +86,45 @@ void Sequence::GiveBackBlocks(int64_t num_to_keep) {
   }
 }
 
+void Sequence::LoseBlock(int64_t index) {
+  const auto lost = static_cast<size_t>(index);
+  if (index >= num_blocks()) {
+    std::erase_if(later_blocks, [&](const LaterBlock& later) { return later.index == index; });
+  } else {
+    std::vector<LaterBlock> later;
+    for (size_t i = lost + 1; i < blocks.size(); ++i) {
+      later.push_back({static_cast<int64_t>(i), std::move(blocks[i]), hashes[i]});
+    }
+    later_blocks.insert(later_blocks.begin(), std::move_iterator(later.begin()),
+                        std::move_iterator(later.end()));
+    blocks.resize(lost);
+    hashes.resize(lost);
+  }
+  reservation.TakeBack();
+}
+
+kvstore::BlockId Sequence::TakeLaterBlock(int64_t index, const kvstore::PrefixHash& hash) {
+  later_blocks.push_back({.index = index, .block = reservation.Take(), .hash = hash});
+  return later_blocks.back().block.id();
+}
+
+void Sequence::GiveBackLaterBlocks(int64_t index) {
+  while (!later_blocks.empty() && later_blocks.back().index >= index) {
+    later_blocks.pop_back();
+    reservation.TakeBack();
+  }
+}
+
+void Sequence::JoinLaterBlocks() {
+  auto next = later_blocks.begin();
+  for (; next != later_blocks.end() && next->index == num_blocks(); ++next) {
+    blocks.push_back(std::move(next->block));
+    hashes.push_back(next->hash);
+  }
+  later_blocks.erase(later_blocks.begin(), next);
+  computed = num_blocks() * kBlockTokens;
+}
+
 bool Sequence::Publish(int64_t index, kvstore::PrefixIndex& prefix_index) const {
   const auto i = static_cast<size_t>(index);
   return prefix_index.Publish({.block = blocks[i],
@@ -100,11 +144,17 @@ void Sequence::LeaveGroup() {
 }
 
 void Sequence::Account(const v1::RowAccounting& row, bool first) {
-  if (first) {
-    cached_by_tier.set_device(row.cached_device_tokens());
-    cached_by_tier.set_host(row.cached_host_tokens());
-    cached_by_tier.set_disk(row.cached_disk_tokens());
-    cached_by_tier.set_peer(row.cached_peer_tokens());
+  if (first) {  // a resumed answer's tokens are not counted
+    auto prompt_left = static_cast<uint32_t>(prompt_tokens);
+    const auto of_prompt = [&prompt_left](uint32_t cached) {
+      const uint32_t counted = std::min(cached, prompt_left);
+      prompt_left -= counted;
+      return counted;
+    };
+    cached_by_tier.set_device(of_prompt(row.cached_device_tokens()));
+    cached_by_tier.set_host(of_prompt(row.cached_host_tokens()));
+    cached_by_tier.set_disk(of_prompt(row.cached_disk_tokens()));
+    cached_by_tier.set_peer(of_prompt(row.cached_peer_tokens()));
   }
   AddPhase(row.prefill(), prefill);
   AddPhase(row.decode(), decode);

@@ -8,6 +8,7 @@
 //            [computed ....... planned_end())                            in unanswered plans
 //   blocks   [cached | ours, sealed | full or open )                    one per 64 positions
 //             0        hashes.size()  blocks.size()
+//            later_blocks: restored ones after a block that was not, which is computed first
 #pragma once
 
 #include <cstdint>
@@ -35,6 +36,7 @@ using kvstore::kBlockTokens;
 struct SequenceSpec {
   SequenceId id;  // never used before
   std::vector<int32_t> prompt;
+  std::vector<int32_t> answer = {};  // its first tokens, which an earlier request computed
   int64_t max_tokens = 0;
   v1::RowSampling sampling;  // stop_token_ids holds those of EOS as well, unless ignored
   bool wants_prompt_logprobs = false;
@@ -46,6 +48,12 @@ struct SequenceSpec {
 struct Sequence {
   // sequence_table.h has the transitions, and what a sequence holds in each state.
   enum class State { kWaiting, kRestoring, kRunning, kEnded };
+  // A block that the ranks restored, or restore, while one before it has to be computed.
+  struct LaterBlock {
+    int64_t index = 0;
+    kvstore::Block block;
+    kvstore::PrefixHash hash;
+  };
 
   Sequence(SequenceSpec s, const kvstore::PrefixHash& prefix_scope);
 
@@ -89,8 +97,8 @@ struct Sequence {
   int64_t to_score() const { return spec.wants_prompt_logprobs ? prompt_tokens - 1 : 0; }
   // Tokens that cached blocks may stand in for, and one more. A position that is not scored yet is
   // computed, because blocks hold no logits. For a new sequence these are the tokens of the prompt
-  // that other requests share. For a preempted one they are all its tokens, so that it finds its
-  // own blocks again.
+  // that other requests share. For a preempted or resumed one they are all its tokens, so that it
+  // finds its own blocks again.
   absl::Span<const int32_t> matchable() const;
   // Number of a new sequence's prompt tokens in whole blocks that may be shared.
   int64_t shareable_tokens() const {
@@ -102,6 +110,18 @@ struct Sequence {
   kvstore::BlockId TakeBlock();
   // Gives all blocks except the first `num_to_keep` back, and reserves as many again.
   void GiveBackBlocks(int64_t num_to_keep);
+  // Gives the index-th block back, which is lost: those after it become later blocks.
+  void LoseBlock(int64_t index);
+  // Takes one block more, as the later block `index`. REQUIRES: as TakeBlock; after the others.
+  kvstore::BlockId TakeLaterBlock(int64_t index, const kvstore::PrefixHash& hash);
+  // Gives the later blocks from `index` on back.
+  void GiveBackLaterBlocks(int64_t index);
+  // All blocks before the next later one are sealed.
+  bool meets_later_block() const {
+    return !later_blocks.empty() && sealed_blocks() == later_blocks.front().index;
+  }
+  // Takes the later blocks that it meets among its own. REQUIRES: meets_later_block().
+  void JoinLaterBlocks();
   // Lets others find the index-th block. False when it stays private to its holders, as in
   // PrefixIndex::Publish. REQUIRES: its hash is known.
   bool Publish(int64_t index, kvstore::PrefixIndex& prefix_index) const;
@@ -119,9 +139,10 @@ struct Sequence {
   // The reply's summary. `now` is the end of the sequence.
   v1::Finish Summary(v1::FinishReason reason, v1::MassUnmeasured unmeasured, TimePoint now) const;
 
-  SequenceSpec spec;  // without the prompt, which is the start of tokens
+  SequenceSpec spec;  // without prompt and answer, which are the start of tokens
   const int64_t prompt_tokens;
-  const int64_t private_begin;  // PrivateBegin
+  const int64_t resumed_tokens;  // of spec.answer
+  const int64_t private_begin;   // PrivateBegin
   const kvstore::DecodePart decode_part;
   const kvstore::PrefixHash scope;  // start of the chain
   std::vector<int32_t> tokens;
@@ -135,12 +156,10 @@ struct Sequence {
   int64_t unanswered_samples = 0;  // number of tokens that they sample
   std::vector<kvstore::Block> blocks;
   std::vector<kvstore::PrefixHash> hashes;  // chain value after each sealed or restored block
+  std::vector<LaterBlock> later_blocks;     // by index
   BlockReservation reservation;             // for the blocks that it may still take
 
   bool restore_tried = false;  // it has asked for stored blocks; they are asked for once
-  // A block that could not be restored or is not stored, unlike those after it. They are asked for
-  // when it is computed.
-  std::optional<int64_t> lost_block;
   // The sequence is not looked at while another one restores this block.
   std::optional<kvstore::PrefixHash> waits_for;
   // Number of prompts that had been read when it was last found too long to pass another one.

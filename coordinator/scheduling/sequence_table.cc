@@ -80,6 +80,7 @@ void SequenceTable::BackToQueue(Sequence& sequence) {
   sequence.reservation.Release();
   sequence.blocks.clear();
   sequence.hashes.clear();
+  sequence.later_blocks.clear();
   sequence.computed = 0;
   if (sequence.preemptions == 0) sequence.restores_since.reset();
   waiting_.push_front(&sequence);
@@ -93,7 +94,6 @@ void SequenceTable::Preempt(Sequence& sequence) {
   }
   BackToQueue(sequence);
   sequence.restore_tried = false;
-  sequence.lost_block.reset();
 }
 
 void SequenceTable::End(Sequence& sequence, Blocks blocks) {

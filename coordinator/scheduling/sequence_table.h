@@ -60,7 +60,8 @@ class SequenceTable {
   // --- transitions ---
   // Puts a new sequence at the end of the queue.
   void Add(std::unique_ptr<Sequence> sequence);
-  // Waits for the `restorable` blocks, which follow on those that the sequence has.
+  // Waits for the blocks of `restorable` that are held, which follow on those that the sequence
+  // has.
   void Restore(Sequence& sequence, const RestoreBook::Restorable& restorable, TimePoint now);
   // Gives a slot to a sequence that holds its blocks. REQUIRES: a slot is idle.
   void Run(Sequence& sequence);

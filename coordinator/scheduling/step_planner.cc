@@ -9,6 +9,8 @@
 namespace kvasir::coordinator {
 namespace {
 
+using kvstore::StoredLink;
+
 // When a request joins others, one in this many blocks is left free for their next tokens.
 constexpr int64_t kWatermark = 64;
 
@@ -36,7 +38,7 @@ bool StepPlanner::MayPlanAhead(const SchedulerState& state, const UnansweredPlan
   int64_t rows = 0, new_blocks = 0, unreserved_blocks = 0;
   for (const Sequence* sequence : sequences.running()) {
     if (sequence->is_planned_out()) continue;
-    if (sequence->reading() && sequence->lost_block.has_value()) return false;
+    if (!sequence->later_blocks.empty()) return false;
     ++rows;
     if (sequence->reading() || !sequence->enters_block()) continue;
     ++new_blocks;
@@ -52,7 +54,6 @@ std::optional<PlannedStep> StepPlanner::Plan(uint64_t step) {
     SealFullBlocks(*sequence, Unpublished::kSeal);
   }
   ReleaseEnded();
-  if (when_ == When::kAnswered) AskAfterLost();
   PlanDecodes();
   plan_.set_device_blocks(state_.device_share - state_.sequences.unsealed_blocks());
   PlanPassing();
@@ -102,19 +103,6 @@ void StepPlanner::ReleaseEnded() {
   state_.sequences.FreeEnded();
 }
 
-// It leaves its slot, finds its blocks again in the prefix index, and goes on among the stored
-// ones.
-void StepPlanner::AskAfterLost() {
-  const std::vector<Sequence*> running = state_.sequences.running();
-  for (Sequence* sequence : running) {
-    if (!sequence->lost_block.has_value() || !sequence->reading()) continue;
-    if (sequence->sealed_blocks() <= *sequence->lost_block) continue;
-    if (state_.restores.IsStoredAfter(*sequence, sequence->sealed_blocks(), now_)) {
-      GiveUpSlot(*sequence, state_.counters.preempted_restore);
-    }
-  }
-}
-
 // --- decoding, and making room for it -----------------------------------------------------------
 
 void StepPlanner::PlanDecodes() {
@@ -148,16 +136,11 @@ Sequence& StepPlanner::Youngest() const {
 }
 
 void StepPlanner::Preempt(Sequence& sequence) {
-  SchedulerStats& counters = state_.counters;
-  GiveUpSlot(sequence,
-             state_.options.persists() ? counters.preempted_swap : counters.preempted_recompute);
-}
-
-void StepPlanner::GiveUpSlot(Sequence& sequence, int64_t& counter) {
   if (sequence.state == Sequence::State::kRunning) {
+    SchedulerStats& counters = state_.counters;
     KeepFindable(sequence);
     plan_.AddFreeSlot(sequence.slot);
-    ++counter;
+    ++(state_.options.persists() ? counters.preempted_swap : counters.preempted_recompute);
   }
   state_.sequences.Preempt(sequence);
   state_.last_misfit = {};
@@ -232,9 +215,25 @@ bool StepPlanner::LeavesRoomFor(const Sequence& head, const Sequence& passing) c
 void StepPlanner::PlanPrompts() {
   for (Sequence* sequence : state_.sequences.running()) {
     if (!sequence->reading() || plan_.HasRow(*sequence)) continue;
+    if (sequence->meets_later_block()) {
+      if (plan_.HasRoomFor(*sequence)) GoOnAfter(*sequence);
+      continue;
+    }
     const int64_t num_tokens = plan_.ChunkTokens(*sequence);
     if (num_tokens > 0) plan_.AddRow(*sequence, num_tokens);
   }
+}
+
+void StepPlanner::GoOnAfter(Sequence& sequence) {
+  plan_.AddFreeSlot(sequence.slot);
+  ++sequence.preemptions;
+  ++state_.counters.preempted_restore;
+  const int64_t joined = sequence.num_blocks();
+  sequence.JoinLaterBlocks();
+  for (int64_t i = joined; i < sequence.num_blocks(); ++i) {
+    sequence.Publish(i, state_.blocks.index());
+  }
+  plan_.AddStart(sequence);
 }
 
 // --- admission ----------------------------------------------------------------------------------
@@ -250,11 +249,21 @@ void StepPlanner::AdmitRestored() {
 
 bool StepPlanner::AskOn(Sequence& sequence) {
   const RestoreBook::Restorable more = state_.restores.MatchOn(sequence);
-  if (more.hashes.empty()) return false;
+  if (more.links.empty()) return false;
   const int64_t begin = sequence.num_blocks();
   state_.restores.Continue(sequence, more, now_);
-  for (int64_t i = begin; i < sequence.num_blocks(); ++i) plan_.AddRestore(sequence, i);
+  AddRestores(sequence, begin);
   return true;
+}
+
+void StepPlanner::AddRestores(const Sequence& sequence, int64_t begin) {
+  for (int64_t i = begin; i < sequence.num_blocks(); ++i) {
+    const auto own = static_cast<size_t>(i);
+    plan_.AddRestore(sequence.blocks[own].id(), sequence.hashes[own]);
+  }
+  for (const Sequence::LaterBlock& later : sequence.later_blocks) {
+    plan_.AddRestore(later.block.id(), later.hash);
+  }
 }
 
 void StepPlanner::AdmitWaiting() {
@@ -287,11 +296,8 @@ bool StepPlanner::AdmitOrSkip(size_t& i) {
 void StepPlanner::Admit(Sequence& sequence) {
   sequence.computed = sequence.num_blocks() * kBlockTokens;
   if (sequence.preemptions == 0) {
-    sequence.cached_tokens = sequence.computed;
+    sequence.cached_tokens = std::min(sequence.computed, sequence.prompt_tokens);
     sequence.admitted_at = now_;
-  }
-  if (state_.restores.IsStoredAfter(sequence, sequence.num_blocks() + 1, now_)) {
-    sequence.lost_block = sequence.num_blocks();
   }
   state_.sequences.Run(sequence);
   plan_.AddStart(sequence);
@@ -310,11 +316,11 @@ StepPlanner::Reserved StepPlanner::TryReserve(Sequence& sequence) {
     match = blocks.index().Match(sequence.scope, sequence.matchable(), sequence.decode_part);
   }
   const RestoreBook::Restorable found = state_.restores.Match(sequence, match, now_);
-  const auto on_its_way = std::find_if(
-      found.hashes.begin(), found.hashes.end(),
-      [this](const kvstore::PrefixHash& hash) { return state_.restores.IsAwaited(hash); });
-  if (on_its_way != found.hashes.end()) {
-    sequence.waits_for = *on_its_way;
+  const auto on_its_way =
+      std::find_if(found.links.begin(), found.links.end(),
+                   [this](const StoredLink& link) { return state_.restores.IsAwaited(link.hash); });
+  if (on_its_way != found.links.end()) {
+    sequence.waits_for = on_its_way->hash;
     return Reserved::kLater;
   }
   const int64_t needed = sequence.blocks_to_read() - static_cast<int64_t>(match.blocks.size());
@@ -326,11 +332,14 @@ StepPlanner::Reserved StepPlanner::TryReserve(Sequence& sequence) {
   sequence.reservation = blocks.Reserve(needed);
   sequence.blocks = std::move(match.blocks);
   sequence.hashes = std::move(match.hashes);
-  if (found.hashes.empty()) return Reserved::kReady;
+  if (found.links.empty()) return Reserved::kReady;
   const int64_t cached = sequence.num_blocks();
   state_.sequences.Restore(sequence, found, now_);
-  sequence.known_tokens = (cached + found.stored) * kBlockTokens;
-  for (int64_t i = cached; i < sequence.num_blocks(); ++i) plan_.AddRestore(sequence, i);
+  const auto stored_end = found.links.begin() + found.stored;
+  const int64_t held = std::count_if(found.links.begin(), stored_end,
+                                     [](const StoredLink& link) { return link.held; });
+  sequence.known_tokens = (cached + held) * kBlockTokens;
+  AddRestores(sequence, cached);
   return Reserved::kRestoring;
 }
 

@@ -39,16 +39,13 @@ class StepPlanner {
   // Writes the first `num_blocks` blocks of the sequence to disk, after the step.
   void PersistBlocks(const Sequence& sequence, int64_t num_blocks);
   void ReleaseEnded();
-  // Sequences that have computed a block which was lost ask for the stored ones after it.
-  void AskAfterLost();
 
   void PlanDecodes();
   // False when the sequence itself was preempted.
   bool MakeRoomForToken(Sequence& sequence);
   Sequence& Youngest() const;
-  void Preempt(Sequence& sequence);
   // Puts the sequence at the head of the queue, and counts that if it runs.
-  void GiveUpSlot(Sequence& sequence, int64_t& counter);
+  void Preempt(Sequence& sequence);
   void KeepFindable(const Sequence& sequence);
 
   // Gives short prompts up to half of the budget while a longer one is read.
@@ -58,10 +55,14 @@ class StepPlanner {
   bool IsShort(Sequence& sequence, int64_t tokens) const;
   bool LeavesRoomFor(const Sequence& head, const Sequence& passing) const;
   void PlanPrompts();
+  // Starts the sequence again after its later blocks, which it meets.
+  void GoOnAfter(Sequence& sequence);
 
   void AdmitRestored();
   // Asks peers for more, when they gave all that the sequence asked for. False when it does not.
   bool AskOn(Sequence& sequence);
+  // Lets the ranks restore the sequence's blocks from the `begin`-th on, and its later blocks.
+  void AddRestores(const Sequence& sequence, int64_t begin);
   void AdmitWaiting();
   // Another request restores a block that this one waits for.
   bool IsOnItsWay(const Sequence& sequence) const;

@@ -32,25 +32,31 @@ void StoredIndex::Forgotten(int64_t rank, const PrefixHash& hash) {
   if (it->second.num_holders == 0) records_.erase(it);
 }
 
-std::vector<PrefixHash> StoredIndex::Match(const PrefixHash& parent,
+std::vector<StoredLink> StoredIndex::Match(const PrefixHash& parent,
                                            absl::Span<const int32_t> tokens, int64_t first,
                                            const DecodePart& decode) {
-  std::vector<PrefixHash> hashes;
-  if (held_by_all_ == 0) return hashes;
+  std::vector<StoredLink> links;
+  if (held_by_all_ == 0) return links;
   const int64_t limit = (static_cast<int64_t>(tokens.size()) - 1) / kBlockTokens;
+  size_t last_held = 0;  // number of links up to it
   for (int64_t i = 0; i < limit; ++i) {
     const auto block_tokens =
         tokens.subspan(static_cast<size_t>(i * kBlockTokens), static_cast<size_t>(kBlockTokens));
     const PrefixHash hash =
-        hasher_(hashes.empty() ? parent : hashes.back(), block_tokens, decode.KeyOf(first + i));
-    if (!HeldByAll(hash)) break;
+        hasher_(links.empty() ? parent : links.back().hash, block_tokens, decode.KeyOf(first + i));
+    links.push_back({.hash = hash, .held = HeldByAll(hash)});
+    if (!links.back().held) {
+      if (std::ssize(links) - static_cast<int64_t>(last_held) == kMostMissing) break;
+      continue;
+    }
     if (block_tokens != absl::MakeConstSpan(records_.at(hash).tokens)) {
       ++hash_collisions_;
       break;
     }
-    hashes.push_back(hash);
+    last_held = links.size();
   }
-  return hashes;
+  links.resize(last_held);
+  return links;
 }
 
 bool StoredIndex::HeldByAll(const PrefixHash& hash) const {

@@ -23,8 +23,17 @@ struct StoredIndexStats {
   int64_t hash_collisions = 0;  // equal hash values, different tokens
 };
 
+// A block of a sequence's chain.
+struct StoredLink {
+  PrefixHash hash;
+  bool held = true;  // by every rank
+};
+
 class StoredIndex {
  public:
+  // So many blocks in a row that some rank does not hold end a chain.
+  static constexpr int64_t kMostMissing = 16;
+
   explicit StoredIndex(int64_t num_ranks, BlockHasher hasher = HashBlock)
       : num_ranks_(num_ranks), hasher_(std::move(hasher)) {}
 
@@ -35,9 +44,9 @@ class StoredIndex {
   void Forgotten(int64_t rank, const PrefixHash& hash);
 
   // Returns the blocks of a sequence from the `first`-th on, after `parent`, that hold `tokens`, up
-  // to the first that some rank does not hold; at most floor((N-1)/64), so that at least one token
-  // is left to compute. Compares tokens.
-  std::vector<PrefixHash> Match(const PrefixHash& parent, absl::Span<const int32_t> tokens,
+  // to the last that every rank holds; at most floor((N-1)/64), so that at least one token is left
+  // to compute. Compares tokens.
+  std::vector<StoredLink> Match(const PrefixHash& parent, absl::Span<const int32_t> tokens,
                                 int64_t first = 0, const DecodePart& decode = {});
   bool HeldByAll(const PrefixHash& hash) const;
 

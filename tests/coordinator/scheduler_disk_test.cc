@@ -77,20 +77,19 @@ TEST_F(SchedulerDiskTest, ABlockThatCannotBeReadIsComputedAndAskedForOnce) {
   ASSERT_TRUE(Step());
   EXPECT_THAT(plan_.restores(), IsEmpty());
   EXPECT_THAT(plan_.starts(0).cached_blocks(), IsEmpty());
-  EXPECT_THAT(plan_.drop_blocks(), SizeIs(4));
+  EXPECT_THAT(plan_.drop_blocks(), SizeIs(1));
   EXPECT_EQ(scheduler_->stats().missed_not_restored, 256);
   EXPECT_EQ(scheduler_->stats().missed_absent, 0);
   RunUntilIdle();
   EXPECT_EQ(tokens_[id], expected_);
 }
 
-// Bug: one damaged block of a long prompt cost all blocks after it.
-TEST_F(SchedulerDiskTest, BlocksAfterALostOneAreAskedForWhenItIsComputed) {
+// Bug: one damaged block of a long prompt cost all blocks after it, and then a wait for them.
+TEST_F(SchedulerDiskTest, BlocksAfterALostOneStayUntilItIsComputed) {
   const std::vector<int32_t> prompt = Prompt(64 * 12 + 10, 5);
   Add(Spec(prompt, 1));
   RunUntilIdle();
-  for (const int64_t lost : {0, 5, 7, 8}) {
-    const int64_t rest = lost < 8 ? 11 - lost : 0;  // three are not worth a wait
+  for (const int64_t lost : {0, 5, 10}) {
     Restart(kWithDisk);
     SequenceSpec spec = Spec(prompt, 5);
     const std::vector<int32_t> expected = Expected(spec);
@@ -103,17 +102,31 @@ TEST_F(SchedulerDiskTest, BlocksAfterALostOneAreAskedForWhenItIsComputed) {
     EXPECT_EQ(plan_.rows(0).begin(), static_cast<uint32_t>(64 * lost));
     EXPECT_EQ(plan_.rows(0).num_tokens(), 64u) << "more than the lost block";
     ASSERT_TRUE(Step());
-    EXPECT_THAT(plan_.restores(), SizeIs(rest));
-    EXPECT_THAT(plan_.rows(), SizeIs(rest > 0 ? 0 : 1));
+    EXPECT_THAT(plan_.restores(), IsEmpty());
+    ASSERT_THAT(plan_.starts(), SizeIs(1));
+    EXPECT_THAT(plan_.starts(0).cached_blocks(), SizeIs(12));
+    EXPECT_EQ(plan_.rows(0).num_tokens(), 10u);
     RunUntilIdle();
     EXPECT_EQ(tokens_[id], expected);
-    EXPECT_EQ(scheduler_->stats().preempted_restore, rest > 0 ? 1 : 0);
-    EXPECT_EQ(worker_->reads(), 11 + rest);
+    EXPECT_EQ(scheduler_->stats().preempted_restore, 1);
+    EXPECT_EQ(worker_->reads(), 11);
   }
 }
 
+TEST_F(SchedulerDiskTest, TheLastBlockOfAChainIsLost) {
+  worker_->FailReads(1, 3);
+  const SequenceId id = Begin(5);
+  DeliverTierReport();
+  ASSERT_TRUE(Step());
+  EXPECT_THAT(plan_.starts(0).cached_blocks(), SizeIs(3));
+  EXPECT_EQ(plan_.rows(0).num_tokens(), 300u - 192);
+  RunUntilIdle();
+  EXPECT_EQ(tokens_[id], expected_);
+  EXPECT_EQ(scheduler_->stats().preempted_restore, 0);
+}
+
 // Bug: a block whose header was damaged cost all blocks after it.
-TEST_F(SchedulerDiskTest, BlocksAfterOneThatIsNotStoredAreAskedForWhenItIsComputed) {
+TEST_F(SchedulerDiskTest, BlocksThatAreNotStoredAreComputedBetweenOthers) {
   const std::vector<int32_t> prompt = Prompt(64 * 12 + 10, 5);
   Add(Spec(prompt, 1));
   RunUntilIdle();
@@ -122,22 +135,41 @@ TEST_F(SchedulerDiskTest, BlocksAfterOneThatIsNotStoredAreAskedForWhenItIsComput
   ASSERT_TRUE(Step());
   ASSERT_THAT(plan_.restores(), SizeIs(12));
   v1::TierReport report;
-  report.add_forgotten(plan_.restores(5).prefix_hash());
+  for (const int lost : {0, 5, 6, 9}) report.add_forgotten(plan_.restores(lost).prefix_hash());
   Restart(kWithDisk);
   ASSERT_EQ(scheduler_->OnTierReport(0, report, now_), absl::OkStatus());
   SequenceSpec spec = Spec(prompt, 5);
   const std::vector<int32_t> expected = Expected(spec);
   const SequenceId id = Add(std::move(spec));
   ASSERT_TRUE(Step());
-  EXPECT_THAT(plan_.restores(), SizeIs(5));
+  EXPECT_THAT(plan_.restores(), SizeIs(8));
+  EXPECT_FALSE(Step());
   DeliverTierReport();
-  ASSERT_TRUE(Step());
-  EXPECT_EQ(plan_.rows(0).begin(), 64 * 5u);
-  EXPECT_EQ(plan_.rows(0).num_tokens(), 64u);
-  ASSERT_TRUE(Step());
-  EXPECT_THAT(plan_.restores(), SizeIs(6));
+  const auto expect_row = [&](int64_t begin, int64_t num_tokens, int cached) {
+    ASSERT_TRUE(Step());
+    EXPECT_EQ(plan_.rows(0).begin(), static_cast<uint32_t>(64 * begin));
+    EXPECT_EQ(plan_.rows(0).num_tokens(), static_cast<uint32_t>(num_tokens));
+    EXPECT_THAT(plan_.starts(0).cached_blocks(), SizeIs(cached));
+  };
+  expect_row(0, 64, 0);
+  expect_row(5, 128, 5);
+  expect_row(9, 64, 9);
+  expect_row(12, 10, 12);
   RunUntilIdle();
   EXPECT_EQ(tokens_[id], expected);
+  EXPECT_EQ(worker_->reads(), 8);
+}
+
+TEST_F(SchedulerDiskTest, APreemptedRequestGivesItsLaterBlocksBack) {
+  worker_->FailReads(1, 1);
+  const SequenceId id = Begin(5);
+  DeliverTierReport();
+  ASSERT_TRUE(Step());  // reads the second block, holds the third and fourth
+  ASSERT_EQ(plan_.rows(0).num_tokens(), 64u);
+  EXPECT_EQ(Survive(kWithDisk), 1);
+  EXPECT_EQ(scheduler_->CheckIntegrity(), absl::OkStatus());
+  RunUntilIdle();
+  EXPECT_EQ(tokens_[id], expected_);
 }
 
 TEST_F(SchedulerDiskTest, WhatComesTooLateIsComputed) {
@@ -247,7 +279,7 @@ TEST_F(SchedulerDiskTest, ABlockThatARankForgotIsNotAskedFor) {
   ASSERT_TRUE(scheduler_->OnTierReport(0, report, now_).ok());
   Add(Spec(prompt_, 1));
   ASSERT_TRUE(Step());
-  EXPECT_THAT(plan_.restores(), SizeIs(2));
+  EXPECT_THAT(plan_.restores(), SizeIs(3));
 }
 
 TEST_F(SchedulerDiskTest, ABlockCountsOnlyWhenEveryRankHasIt) {

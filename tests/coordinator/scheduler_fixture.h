@@ -85,6 +85,7 @@ class SchedulerTest : public ::testing::Test {
   }
   SequenceId Add(SequenceSpec spec) {
     const SequenceId id = spec.id;
+    tokens_[id] = spec.answer;
     const absl::Status status = scheduler_->Add(std::move(spec));
     EXPECT_TRUE(status.ok()) << status;
     return id;

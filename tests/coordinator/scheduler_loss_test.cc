@@ -42,6 +42,56 @@ TEST_F(SchedulerLossTest, AnAnswerGoesOnAtItsNextToken) {
 }
 
 // Bug: it counted as preempted, so that its prompt was never counted as looked up nor as cached.
+// Resumed by its client, after the coordinator was lost.
+TEST_F(SchedulerLossTest, AnAnswerThatAClientBringsGoesOnAmongItsBlocks) {
+  constexpr SymbolicWorkerOptions kWithDisk = {.disk_blocks = 100};
+  Make(kWithDisk);
+  SequenceSpec spec = Spec(Prompt(300), 200);
+  spec.policy = SparsePolicy(64);
+  const std::vector<int32_t> expected = Expected(spec);
+  SequenceSpec resumed = spec;
+  Add(std::move(spec));
+  while (tokens_[SequenceId(0)].size() < 150) ASSERT_TRUE(Step());
+  scheduler_->Cancel(SequenceId(0), absl::CancelledError(""), now_);
+  RunUntilIdle();
+  ASSERT_EQ(worker_->num_stored(), 3);  // [0, 236) is what the prefill part reads
+  Restart(kWithDisk);
+  resumed.id = SequenceId(next_id_++);
+  resumed.answer.assign(expected.begin(), expected.begin() + 150);
+  const SequenceId id = Add(std::move(resumed));
+  RunUntilIdle();
+  EXPECT_EQ(tokens_[id], expected);
+  EXPECT_EQ(scheduler_->stats().resumed_disk, 1);
+  EXPECT_EQ(scheduler_->stats().prefix_hits, 192);
+  const v1::Usage& usage = finished_.at(id).summary.usage();
+  EXPECT_EQ(usage.prompt_tokens(), 300u);
+  EXPECT_EQ(usage.completion_tokens(), 200u);
+  EXPECT_EQ(usage.cached_tokens().disk(), 192u);
+  ASSERT_FALSE(progress_[id].empty());
+  EXPECT_EQ(progress_[id].back().processed_tokens, 300);
+}
+
+TEST_F(SchedulerLossTest, AnAnswersBlocksAreNotCountedAsThoseOfItsPrompt) {
+  constexpr SymbolicWorkerOptions kMemory = {};
+  Make(kMemory);
+  SequenceSpec spec = Spec(Prompt(100), 200);
+  const std::vector<int32_t> expected = Expected(spec);
+  SequenceSpec resumed = spec;
+  Add(std::move(spec));
+  RunUntilIdle();
+  resumed.id = SequenceId(next_id_++);
+  resumed.answer.assign(expected.begin(), expected.begin() + 190);
+  const SequenceId id = Add(std::move(resumed));
+  ASSERT_TRUE(Step());
+  ASSERT_THAT(plan_.starts(0).cached_blocks(), SizeIs(4)) << "of prompt and answer";
+  RunUntilIdle();
+  EXPECT_EQ(tokens_[id], expected);
+  EXPECT_EQ(scheduler_->stats().prefix_hits, 100);
+  EXPECT_EQ(scheduler_->stats().prefix_queries, 200);
+  EXPECT_EQ(scheduler_->stats().missed_unshared + scheduler_->stats().missed_absent, 100);
+  EXPECT_EQ(finished_.at(id).summary.usage().cached_tokens().device(), 100u);
+}
+
 TEST_F(SchedulerLossTest, AStartWithoutAnAnswerHasNotBeen) {
   Make({.disk_blocks = 50});
   const SequenceId first = Add(Spec(Prompt(200), 1));

@@ -54,7 +54,12 @@ class RandomSchedulerTest : public SchedulerTest, public ::testing::WithParamInt
       conversation_ = spec.prompt;
       conversation_.insert(conversation_.end(), asked.expected.begin(), asked.expected.end());
     }
+    if (Random(5) == 0) {  // a client has a part of the answer
+      spec.answer = asked.expected;
+      spec.answer.resize(static_cast<size_t>(Random(std::ssize(asked.expected))));
+    }
     const SequenceId id = spec.id;
+    tokens_[id] = spec.answer;
     const absl::Status status = scheduler_->Add(std::move(spec));
     if (status.ok()) {
       asked_.emplace(id, std::move(asked));

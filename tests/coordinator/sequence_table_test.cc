@@ -62,7 +62,7 @@ TEST_F(SequenceTableTest, AllSequencesArePreemptedAndLeaveInTheOrderOfArrival) {
   Sequence& second = AddRunning(2);
   Sequence& third = Add(3);
   third.reservation = blocks_.Reserve(2);
-  table_.Restore(third, {.hashes = {kvstore::PrefixHash()}, .stored = 1}, TimePoint());
+  table_.Restore(third, {.links = {kvstore::StoredLink()}, .stored = 1}, TimePoint());
   Sequence& fourth = AddRunning(4);
   EXPECT_EQ(table_.num_holding(), 3);
   for (Sequence* sequence : {&second, &third, &fourth}) table_.Preempt(*sequence);

@@ -13,6 +13,7 @@
 namespace kvasir::kvstore {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
 
@@ -37,12 +38,20 @@ class StoredIndexTest : public ::testing::Test {
   void Store(int64_t rank, const std::vector<int32_t>& names) {
     index_.Stored(rank, HashOf(names), Tokens({names.back()}));
   }
-  // Matches a prompt of these blocks and one more token.
-  size_t Hits(const std::vector<int32_t>& names) {
+  // Matches a prompt of these blocks and one more token. Returns whether each block is held.
+  std::vector<bool> Held(const std::vector<int32_t>& names) {
     std::vector<int32_t> tokens = Tokens(names);
     tokens.push_back(0);
-    return index_.Match(kScope, tokens).size();
+    std::vector<bool> held;
+    std::vector<int32_t> chain;
+    for (const StoredLink& link : index_.Match(kScope, tokens)) {
+      chain.push_back(names[held.size()]);
+      EXPECT_EQ(link.hash, HashOf(chain));
+      held.push_back(link.held);
+    }
+    return held;
   }
+  size_t Hits(const std::vector<int32_t>& names) { return Held(names).size(); }
 
   StoredIndex index_{2};
 };
@@ -62,17 +71,30 @@ TEST_F(StoredIndexTest, ABlockCountsWhenEveryRankHoldsIt) {
   index_.Forgotten(1, HashOf({7}));  // unknown block
 }
 
-TEST_F(StoredIndexTest, TheChainEndsAtTheFirstBlockThatIsNotStored) {
+TEST_F(StoredIndexTest, TheChainEndsAtTheLastBlockThatIsStored) {
   for (int64_t rank : {0, 1}) {
     Store(rank, {1});
     Store(rank, {1, 2});
     Store(rank, {1, 2, 3, 4});
   }
-  EXPECT_EQ(Hits({1, 2, 3, 4}), 2u);
+  Store(0, {1, 2, 3, 4, 5});
+  EXPECT_THAT(Held({1, 2, 3, 4, 5, 6}), ElementsAre(true, true, false, true));
   EXPECT_EQ(Hits({2}), 0u);
   // The chain continues after any parent.
   const std::vector<int32_t> rest = Tokens({2, 3});
   EXPECT_THAT(index_.Match(HashOf({1}), rest), SizeIs(1));
+}
+
+TEST_F(StoredIndexTest, TooManyMissingBlocksInARowEndTheChain) {
+  std::vector<int32_t> names(StoredIndex::kMostMissing, 1);
+  for (int64_t rank : {0, 1}) Store(rank, names);
+  EXPECT_EQ(Hits(names), names.size());
+  names.push_back(1);
+  for (int64_t rank : {0, 1}) {
+    index_.Forgotten(rank, HashOf({names.begin(), names.end() - 1}));
+    Store(rank, names);
+  }
+  EXPECT_EQ(Hits(names), 0u);
 }
 
 TEST_F(StoredIndexTest, WhatADecodePartHadAHandInIsFoundUnderItsKeyOnly) {
