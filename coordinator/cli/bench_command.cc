@@ -12,7 +12,7 @@
 
 #include "coordinator/cli/bench_interference.h"
 #include "coordinator/cli/bench_prompts.h"
-#include "coordinator/cli/connect.h"
+#include "coordinator/cli/calls/connect.h"
 #include "coordinator/cli/progress_bar.h"
 #include "kernels/base/status_macros.h"
 

@@ -7,7 +7,7 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 
-#include "coordinator/cli/load_client.h"
+#include "coordinator/cli/calls/load_client.h"
 #include "proto/kvasir/v1/config.pb.h"
 
 namespace kvasir::coordinator {

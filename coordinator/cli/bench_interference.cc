@@ -9,8 +9,8 @@
 #include "nlohmann/json.hpp"
 
 #include "coordinator/cli/bench_prompts.h"
-#include "coordinator/cli/connect.h"
-#include "coordinator/cli/load_client.h"
+#include "coordinator/cli/calls/connect.h"
+#include "coordinator/cli/calls/load_client.h"
 #include "coordinator/cli/progress_bar.h"
 #include "kernels/base/mutex.h"
 #include "kernels/base/status_macros.h"

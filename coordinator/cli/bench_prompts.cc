@@ -6,7 +6,7 @@
 #include "grpcpp/client_context.h"
 #include "nlohmann/json.hpp"
 
-#include "coordinator/cli/connect.h"
+#include "coordinator/cli/calls/connect.h"
 #include "kernels/base/status_macros.h"
 #include "proto/grpc_status.h"
 #include "proto/text_file.h"

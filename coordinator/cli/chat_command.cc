@@ -13,7 +13,7 @@
 #include "nlohmann/json.hpp"
 
 #include "coordinator/cli/check_text.h"
-#include "coordinator/cli/connect.h"
+#include "coordinator/cli/calls/connect.h"
 #include "coordinator/cli/terminal/interrupt_watch.h"
 #include "kernels/base/status_macros.h"
 #include "proto/grpc_status.h"

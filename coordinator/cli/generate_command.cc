@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 
+#include "absl/random/random.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/numbers.h"
@@ -13,8 +14,9 @@
 #include "absl/strings/str_split.h"
 
 #include "coordinator/cli/check_text.h"
-#include "coordinator/cli/connect.h"
+#include "coordinator/cli/calls/connect.h"
 #include "coordinator/cli/progress_bar.h"
+#include "coordinator/cli/calls/resuming_call.h"
 #include "kernels/base/status_macros.h"
 #include "proto/finish_numbers.h"
 #include "proto/grpc_status.h"
@@ -186,37 +188,35 @@ std::string Quoted(const v1::TokenText& token) {
 // The end of an answer, and the log probabilities of tokens.
 struct Ending {
   v1::Finish finish;
+  std::string prompt_lines;
   std::string logprob_lines;
 };
 
-// Reads the stream to its end and prints the answer to standard output as it arrives.
-absl::StatusOr<Ending> ReadStream(grpc::ClientReader<v1::GenerateResponse>& reader, bool quiet) {
+// Prints the answer to standard output as it arrives.
+absl::StatusOr<Ending> Print(ResumingCall& call, bool quiet) {
   std::unique_ptr<ProgressBar> bar;
   if (!quiet) bar = std::make_unique<ProgressBar>(stderr, "reading prompt");
   Ending ending;
-  bool finished = false;
-  v1::GenerateResponse response;
-  while (reader.Read(&response)) {
+  const absl::Status status = call.Run([&](const v1::GenerateResponse& response) {
     if (response.has_progress() && bar != nullptr) {
       const v1::Progress& progress = response.progress();
       bar->Show(progress.processed_tokens(), progress.prompt_tokens(),
                 progress.has_eta() ? std::make_optional(absl::Seconds(ToSeconds(progress.eta())))
                                    : std::nullopt);
     } else if (response.has_prompt_logprobs()) {
-      ending.logprob_lines += LogprobLines(response.prompt_logprobs());
+      // A prompt that is read again is scored again.
+      if (response.prompt_logprobs().index() == 1) ending.prompt_lines.clear();
+      ending.prompt_lines += LogprobLines(response.prompt_logprobs());
     } else if (response.has_tokens()) {
       bar.reset();
       std::cout << response.tokens().text() << std::flush;
       ending.logprob_lines += LogprobLines(response.tokens());
     } else if (response.has_finish()) {
       ending.finish = response.finish();
-      finished = true;
     }
-  }
+  });
   bar.reset();
-  const absl::Status status = proto::FromGrpcStatus(reader.Finish());
   if (!status.ok()) return status;
-  if (!finished) return absl::InternalError("the server ended the stream without a finish message");
   return ending;
 }
 
@@ -290,17 +290,21 @@ std::string FinishSummary(const v1::Finish& finish) {
 
 absl::Status RunGenerate(const v1::GenerateCommandConfig& config) {
   KVASIR_ASSIGN_OR_RETURN(std::string prompt, ReadPrompt(config));
-  KVASIR_ASSIGN_OR_RETURN(const v1::GenerateRequest request,
+  KVASIR_ASSIGN_OR_RETURN(v1::GenerateRequest request,
                           MakeGenerateRequest(config, std::move(prompt)));
+  // An answer can go on elsewhere with the same tokens only if its seed is known.
+  if (!config.has_seed())
+    request.mutable_sampling()->set_seed(absl::Uniform<uint64_t>(absl::BitGen()));
   KVASIR_ASSIGN_OR_RETURN(const std::shared_ptr<grpc::Channel> channel,
                           Connect(config.server(), config.api_key_file(), config.tls()));
   const auto stub = v1::Generation::NewStub(channel);
-  grpc::ClientContext context;
-  SetTimeout(absl::Seconds(config.timeout()), context);
-  const auto reader = stub->Generate(&context, request);
-  KVASIR_ASSIGN_OR_RETURN(const Ending ending, ReadStream(*reader, config.quiet()));
+  ResumingCall call(*stub, std::move(request),
+                    {.timeout = absl::Seconds(config.timeout()),
+                     .resume_timeout = absl::Seconds(config.resume_timeout()),
+                     .tell = config.quiet() ? nullptr : stderr});
+  KVASIR_ASSIGN_OR_RETURN(const Ending ending, Print(call, config.quiet()));
   std::cout << std::endl;
-  std::cerr << ending.logprob_lines;
+  std::cerr << ending.prompt_lines << ending.logprob_lines;
   if (!config.quiet()) std::cerr << "\n" << FinishSummary(ending.finish);
   return absl::OkStatus();
 }

@@ -7,7 +7,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/time/time.h"
 
-#include "coordinator/cli/connect.h"
+#include "coordinator/cli/calls/connect.h"
 #include "coordinator/cli/progress_bar.h"
 #include "coordinator/policy/limits.h"
 #include "coordinator/request/request_origin.h"

@@ -60,6 +60,8 @@ AnswerName NameOf(const HttpCallContext& context, std::string id) {
 absl::Status Complete(const HttpCallContext& context, const std::shared_ptr<Exchange>& exchange,
                       const JsonBody& body) {
   KVASIR_ASSIGN_OR_RETURN(CompletionRequest completion, ParseCompletion(body.object));
+  KVASIR_ASSIGN_OR_RETURN(const EventIds ids, ReadEventIds(exchange->request(), completion.options,
+                                                           completion.prompts));
   const std::string& id = exchange->request().request_id;
   CompletionFormatSetup format = {.tokenizer = context.api.tokenizer(),
                                   .name = NameOf(context, absl::StrCat("cmpl-", id)),
@@ -72,6 +74,7 @@ absl::Status Complete(const HttpCallContext& context, const std::shared_ptr<Exch
   Answer::Start(context.api, exchange,
                 {.prompts = std::move(completion.prompts),
                  .options = completion.options,
+                 .ids = ids,
                  .request_id = id,
                  .format = std::make_unique<CompletionFormat>(std::move(format)),
                  .prompt_field = "prompt"});
@@ -94,6 +97,8 @@ absl::Status Tokenize(const HttpCallContext& context, v1::GenerateRequest& reque
 absl::Status Chat(const HttpCallContext& context, const std::shared_ptr<Exchange>& exchange,
                   const JsonBody& body) {
   KVASIR_ASSIGN_OR_RETURN(ChatRequest chat, ParseChat(body));
+  KVASIR_ASSIGN_OR_RETURN(const EventIds ids, ReadEventIds(exchange->request(), chat.options,
+                                                           absl::MakeConstSpan(&chat.request, 1)));
   KVASIR_RETURN_IF_ERROR(Tokenize(context, chat.request));
   const std::string& id = exchange->request().request_id;
   auto format = std::make_unique<ChatFormat>(context.api.tokenizer(),
@@ -101,6 +106,7 @@ absl::Status Chat(const HttpCallContext& context, const std::shared_ptr<Exchange
   Answer::Start(context.api, exchange,
                 {.prompts = {std::move(chat.request)},
                  .options = chat.options,
+                 .ids = ids,
                  .request_id = id,
                  .format = std::move(format),
                  .prompt_field = kMessages});

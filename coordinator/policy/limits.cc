@@ -33,6 +33,8 @@ constexpr FieldLimit kLimits[] = {
     {"ChatInput", "template_kwargs", LimitKind::kBytes, 0, kMaxMessageBytes},
     {"ChatInput", "add_generation_prompt", LimitKind::kNumber, 0, 1},
     {"ChatInput", "continue_final_message", LimitKind::kNumber, 0, 1},
+    {"Resume", "token_ids", LimitKind::kCount, 1, kContext},
+    {"Resume", "token_ids", LimitKind::kNumber, 0, 2147483647},
     {"TokenIds", "ids", LimitKind::kCount, 0, kContext},
     {"TokenIds", "ids", LimitKind::kNumber, 0, 2147483647},
     {"SamplingParams", "temperature", LimitKind::kNumber, 0, 100},

@@ -129,6 +129,33 @@ v1::RowSampling ResolveSampling(const v1::SamplingParams& params, const ServedMo
   return sampling;
 }
 
+// Takes over what the client has of the answer.
+absl::Status ParseResume(const v1::GenerateRequest& request, int64_t vocab_size,
+                         ParsedRequest& parsed) {
+  const auto& ids = request.resume().token_ids();
+  KVASIR_RETURN_IF_ERROR(CheckTokenIds("resume.token_ids", ids, vocab_size));
+  if (int64_t{ids.size()} > parsed.max_tokens) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("resume.token_ids has ", ids.size(),
+                     " tokens; sampling.max_tokens, which counts them, is ", parsed.max_tokens));
+  }
+  if (parsed.sampling.temperature() != 0 && !request.sampling().has_seed()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("resume is set, sampling.temperature is ", parsed.sampling.temperature(),
+                     " and sampling.seed is not set, so that the answer would go on with other "
+                     "tokens; send the seed that began it, or ask again without resume"));
+  }
+  const auto& stops = parsed.sampling.stop_token_ids();
+  for (int i = static_cast<int>(parsed.sampling.min_tokens()); i < ids.size() - 1; ++i) {
+    if (!std::binary_search(stops.begin(), stops.end(), ids[i])) continue;
+    return absl::InvalidArgumentError(absl::StrCat("resume.token_ids[", i, "] is ", ids[i],
+                                                   ", which ends the answer; drop what follows"));
+  }
+  parsed.told = {ids.begin(), ids.end()};
+  parsed.wants_prompt_logprobs = false;  // they were told before the first token
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::StatusOr<ParsedRequest> ParseRequest(const v1::GenerateRequest& request,
@@ -162,6 +189,9 @@ absl::StatusOr<ParsedRequest> ParseRequest(const v1::GenerateRequest& request,
   if (params.include_stop_str_in_output()) parsed.stop_text = StopMatcher::StopText::kInclude;
   if (params.has_skip_special_tokens() && !params.skip_special_tokens()) {
     parsed.special_tokens = SpecialTokens::kKeep;
+  }
+  if (request.has_resume()) {
+    KVASIR_RETURN_IF_ERROR(ParseResume(request, model.vocab_size, parsed));
   }
   return parsed;
 }

@@ -41,6 +41,8 @@ struct ParsedRequest {
   StopMatcher::StopText stop_text = StopMatcher::StopText::kExclude;
   SpecialTokens special_tokens = SpecialTokens::kSkip;
   bool is_conversation = false;  // the chat template made the prompt
+  // Tokens of the answer that the client has. All but the last need not be computed.
+  std::vector<int32_t> told = {};
 };
 
 // Returns the options for tokenizing the text of a GenerateRequest or a TokenizeRequest.

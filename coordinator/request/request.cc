@@ -3,12 +3,19 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+
 #include "coordinator/request/request_log.h"
 #include "coordinator/tokenizer/unicode/utf8.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {
 namespace {
+
+// The last told token is computed again.
+std::vector<int32_t> AnswerOf(const std::vector<int32_t>& told) {
+  return {told.begin(), told.empty() ? told.end() : told.end() - 1};
+}
 
 // An answer continues the text of its prompt, if that has any.
 TextPosition AnswerPosition(const Tokenizer& tokenizer, const std::vector<int32_t>& prompt,
@@ -25,8 +32,13 @@ TextPosition AnswerPosition(const Tokenizer& tokenizer, const std::vector<int32_
 absl::StatusOr<std::unique_ptr<Request>> Request::Create(ParsedRequest parsed,
                                                          RequestContext context) {
   KVASIR_ASSIGN_OR_RETURN(StopStrings stops, StopStrings::Create(parsed.stop_strings));
-  return std::unique_ptr<Request>(
+  std::unique_ptr<Request> request(
       new Request(std::move(parsed), std::move(stops), std::move(context)));
+  if (absl::Status replayed = request->Replay(); !replayed.ok()) {
+    request->sink_ = nullptr;  // the caller answers
+    return replayed;
+  }
+  return request;
 }
 
 Request::Request(ParsedRequest parsed, StopStrings stops, RequestContext context)
@@ -46,8 +58,10 @@ Request::Request(ParsedRequest parsed, StopStrings stops, RequestContext context
                 .top_k = parsed.sampling.top_k()},
       metrics_(context.metrics),
       tracer_(context.tracer),
+      told_(std::move(parsed.told)),
       spec_(SequenceSpec{.id = context.sequence,
                          .prompt = std::move(parsed.prompt),
+                         .answer = AnswerOf(told_),
                          .max_tokens = parsed.max_tokens,
                          .sampling = std::move(parsed.sampling),
                          .wants_prompt_logprobs = parsed.wants_prompt_logprobs,
@@ -68,6 +82,30 @@ Request::Request(ParsedRequest parsed, StopStrings stops, RequestContext context
 Request::~Request() {
   if (sink_ == nullptr) return;
   Refuse(absl::InternalError("the server lost track of this request"), arrival());
+}
+
+absl::Status Request::Replay() {
+  for (size_t i = 0; i + 1 < told_.size(); ++i) {
+    TextOf({.id = sequence_, .index = static_cast<int64_t>(i), .token = told_[i]});
+    if (!matched_stop_.has_value()) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("resume.token_ids[", i,
+                     "] completes a stop string, which ends the answer; "
+                     "drop what follows"));
+  }
+  return absl::OkStatus();
+}
+
+bool Request::IsTold(const TokenEvent& event) {
+  const auto index = static_cast<size_t>(event.index);
+  if (index >= told_.size()) return false;
+  if (event.token != told_[index]) {
+    diverged_ = absl::FailedPreconditionError(absl::StrCat(
+        "resume.token_ids[", index, "] is ", told_[index], ", this server computes ", event.token,
+        ": its weights, the policy or the sampling are not those that began the answer; ask again "
+        "without resume"));
+  }
+  return true;
 }
 
 SequenceSpec Request::TakeSpec() { return *std::exchange(spec_, std::nullopt); }
@@ -121,13 +159,15 @@ Request::Verdict Request::OnToken(const TokenEvent& event, TimePoint now) {
   tokens.set_index(static_cast<uint32_t>(event.index));
   tokens.add_token_ids(static_cast<uint32_t>(event.token));
   tokens.set_text(TextOf(event));
+  const bool stops = matched_stop_.has_value();
+  if (IsTold(event)) return stops || !diverged_.ok() ? Verdict::kStop : Verdict::kGoOn;
   if (event.logprobs.has_value()) {
     *tokens.add_logprobs() = *event.logprobs;
     if (wants_token_texts_) AddTexts(event.token, *tokens.mutable_logprobs(0));
   }
-  tokens.set_last(event.role != TokenEvent::Role::kInner || matched_stop_.has_value());
+  tokens.set_last(event.role != TokenEvent::Role::kInner || stops);
   sink_->Write(std::move(response));
-  return matched_stop_.has_value() ? Verdict::kStop : Verdict::kGoOn;
+  return stops ? Verdict::kStop : Verdict::kGoOn;
 }
 
 void Request::AddTexts(int32_t token, v1::TokenLogprobs& logprobs) const {
@@ -162,8 +202,9 @@ std::string Request::TextOf(const TokenEvent& event) {
   return std::move(output.text);
 }
 
-void Request::Finish(const absl::Status& status, v1::Finish summary, TimePoint now) {
+void Request::Finish(const absl::Status& outcome, v1::Finish summary, TimePoint now) {
   KVASIR_CHECK(sink_ != nullptr);
+  const absl::Status status = outcome.ok() ? diverged_ : outcome;
   metrics_.RequestFinished(status, summary, Between(arrival(), now));
   if (matched_stop_.has_value()) {
     summary.set_reason(v1::FINISH_REASON_STOP);

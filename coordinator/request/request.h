@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -61,8 +62,8 @@ class Request {
   // Returns kStop when the answer ends in a stop string.
   Verdict OnToken(const TokenEvent& event, TimePoint now);
 
-  // Ends the request: the only exit, called once. `summary` is used when the status is OK.
-  void Finish(const absl::Status& status, v1::Finish summary, TimePoint now);
+  // Ends the request: the only exit, called once. `summary` is used when the outcome is OK.
+  void Finish(const absl::Status& outcome, v1::Finish summary, TimePoint now);
   // Finishes a request that was refused before it ran.
   void Refuse(const absl::Status& status, TimePoint now);
 
@@ -70,6 +71,10 @@ class Request {
   Request(ParsedRequest parsed, StopStrings stops, RequestContext context);
 
   const std::string& request_id() const { return accepted_.origin.request_id; }
+  // Brings the text to where the client has it. INVALID_ARGUMENT when the answer ended before.
+  absl::Status Replay();
+  // Whether the client has the token. The last of those that it has must be the same one.
+  bool IsTold(const TokenEvent& event);
   void WriteProgress();
   std::string TextOf(const TokenEvent& event);
   // Writes what the tokens add to a text beside their log probabilities.
@@ -86,6 +91,8 @@ class Request {
   Metrics& metrics_;
   const RequestTracer* const tracer_;
 
+  const std::vector<int32_t> told_;  // tokens that the client has
+  absl::Status diverged_;            // the answer to resume would go on otherwise
   std::optional<SequenceSpec> spec_;
   IncrementalDecoder decoder_;
   StopMatcher matcher_;

@@ -204,6 +204,35 @@ TEST_F(ParseRequestTest, TextWithTokensThatTheModelLacksIsRefused) {
   EXPECT_THAT(std::string(status.message()), HasSubstr("token 256"));
 }
 
+TEST_F(ParseRequestTest, OnlyAnAnswerThatGoesOnWithTheSameTokensIsResumed) {
+  v1::GenerateRequest request = Text("ab");
+  v1::SamplingParams& sampling = *request.mutable_sampling();
+  sampling.set_max_tokens(3);
+  sampling.set_prompt_logprobs(1);
+  for (const uint32_t id : {7u, 8u, 9u}) request.mutable_resume()->add_token_ids(id);
+  ExpectInvalid(request, "resume is set, sampling.temperature is 1 and sampling.seed is not set");
+  sampling.set_temperature(0);
+  absl::StatusOr<ParsedRequest> parsed = Parse(request);
+  ASSERT_TRUE(parsed.ok()) << parsed.status();
+  EXPECT_THAT(parsed->told, ElementsAre(7, 8, 9));
+  EXPECT_FALSE(parsed->wants_prompt_logprobs) << "they were told";
+  sampling.set_temperature(1);
+  sampling.set_seed(1);
+  EXPECT_TRUE(Parse(request).ok());
+  sampling.add_stop_token_ids(9);
+  EXPECT_TRUE(Parse(request).ok()) << "the last token may end the answer";
+  sampling.add_stop_token_ids(8);
+  ExpectInvalid(request, "resume.token_ids[1] is 8, which ends the answer");
+  sampling.set_min_tokens(2);
+  EXPECT_TRUE(Parse(request).ok());
+  sampling.set_max_tokens(2);
+  ExpectInvalid(request, "resume.token_ids has 3 tokens; sampling.max_tokens, which counts them");
+  request.mutable_resume()->set_token_ids(0, 1u << 20);
+  ExpectInvalid(request, "resume.token_ids[0] is 1048576");
+  request.mutable_resume()->clear_token_ids();
+  ExpectInvalid(request, "resume.token_ids has a number of elements of 0");
+}
+
 TEST_F(ParseRequestTest, MinTokensBeyondMaxTokensIsRefused) {
   v1::GenerateRequest request = Text("x");
   request.mutable_sampling()->set_min_tokens(17);

@@ -11,6 +11,7 @@ namespace kvasir::coordinator {
 namespace {
 
 using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 using ::testing::SizeIs;
 using Role = TokenEvent::Role;
 
@@ -229,6 +230,71 @@ TEST_F(RequestTest, TheTextOfAStopTokenIsLeftOut) {
   request->Finish(absl::OkStatus(), Summary(v1::FINISH_REASON_STOP), now_);
   EXPECT_EQ(sink_->text(), "text");
   EXPECT_THAT(sink_->token_ids(), SizeIs(5));  // without the id of the stop token
+}
+
+TEST_F(RequestTest, AResumedAnswerGoesOnAfterWhatTheClientHas) {
+  const std::string answer = "te\u00e4t EN.";
+  ParsedRequest parsed = {.stop_strings = {"END"}};
+  parsed.told = {'t', 'e', 0xC3};
+  std::unique_ptr<Request> request = Make(std::move(parsed));
+  EXPECT_THAT(request->TakeSpec().answer, ElementsAre('t', 'e'));
+  index_ = 2;
+  Feed(*request, answer.substr(2), Role::kLast);
+  request->Finish(absl::OkStatus(), Summary(v1::FINISH_REASON_LENGTH), now_);
+  EXPECT_EQ(sink_->text(), answer.substr(2));  // the client has the first half of no character
+  ASSERT_TRUE(sink_->messages()[0].has_tokens());
+  EXPECT_EQ(sink_->messages()[0].tokens().index(), 3u);
+}
+
+TEST_F(RequestTest, TextThatWasHeldBackIsHeldBackAgain) {
+  ParsedRequest parsed = {.stop_strings = {"END"}};
+  parsed.told = {'a', 'E', 'N'};
+  std::unique_ptr<Request> request = Make(std::move(parsed));
+  index_ = 2;
+  EXPECT_EQ(Feed(*request, "ND"), Request::Verdict::kStop);
+  request->Finish(absl::OkStatus(), Summary(v1::FINISH_REASON_STOP), now_);
+  EXPECT_EQ(sink_->text(), "");
+  EXPECT_EQ(sink_->finish().matched_stop_str(), "END");
+}
+
+TEST_F(RequestTest, AnAnswerThatTheClientHasWholeOnlyEnds) {
+  ParsedRequest parsed = {.stop_strings = {"END"}};
+  parsed.told = {'E', 'N', 'D'};
+  std::unique_ptr<Request> request = Make(std::move(parsed));
+  index_ = 2;
+  EXPECT_EQ(Feed(*request, "D"), Request::Verdict::kStop);
+  request->Finish(absl::OkStatus(), Summary(v1::FINISH_REASON_STOP), now_);
+  EXPECT_THAT(sink_->messages(), SizeIs(1));
+  EXPECT_EQ(sink_->finish().matched_stop_str(), "END");
+}
+
+TEST_F(RequestTest, AnAnswerThatWouldGoOnOtherwiseIsRefused) {
+  ParsedRequest parsed;
+  parsed.told = {'a', 'b'};
+  std::unique_ptr<Request> request = Make(std::move(parsed));
+  index_ = 1;
+  EXPECT_EQ(Feed(*request, "c"), Request::Verdict::kStop);
+  request->Finish(absl::OkStatus(), Summary(v1::FINISH_REASON_STOP), now_);
+  EXPECT_EQ(sink_->status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(sink_->status().message()),
+              HasSubstr("resume.token_ids[1] is 98, this server computes 99"));
+}
+
+TEST_F(RequestTest, AnAnswerThatEndedBeforeIsNotResumed) {
+  ParsedRequest parsed = {.stop_strings = {"END"}};
+  parsed.told = {'E', 'N', 'D', 's'};
+  const std::shared_ptr<CollectedResponse> sink = std::make_shared<CollectedResponse>();
+  absl::StatusOr<std::unique_ptr<Request>> request =
+      Request::Create(std::move(parsed), {.tokenizer = *model_.tokenizer,
+                                          .metrics = metrics_,
+                                          .id = *running_.Acquire({.id = "r"}),
+                                          .sink = sink,
+                                          .sequence = SequenceId(1),
+                                          .origin = {},
+                                          .policy = "default"});
+  EXPECT_THAT(std::string(request.status().message()),
+              HasSubstr("resume.token_ids[2] completes a stop string"));
+  EXPECT_THAT(sink->messages(), SizeIs(0));  // the caller answers
 }
 
 TEST_F(RequestTest, AnErrorEndsTheStreamWithoutAFinishMessage) {

@@ -2,6 +2,8 @@
 
 import pathlib
 
+from support.tiny_model import make_tiny_model
+
 TESTS = pathlib.Path(__file__).resolve().parents[1]
 TEMPLATE = TESTS / "coordinator" / "chat" / "templates" / "smollm2.jinja"
 
@@ -22,3 +24,12 @@ def link_chat_model_that_refuses(folder):
     template.write_text("{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}"
                         "{{ raise_exception('There is no role ' ~ m.role) }}{% endif %}{% endfor %}" + TEMPLATE.read_text())
     return folder
+
+
+def make_tiny_chat_model(folder):
+    """A tiny model of random weights with the template, whose marks are that model's special tokens. Returns its folder."""
+    model = make_tiny_model(folder)
+    text = TEMPLATE.read_text()
+    (model / "chat_template.jinja").write_text(
+        text.replace("<|im_start|>", "<|begin_of_text|>").replace("<|im_end|>", "<|end_of_text|>"))
+    return model

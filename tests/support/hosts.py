@@ -97,6 +97,16 @@ class Hosts:
         """The node's end of a host's cable."""
         return f"port{self.names.index(host)}"
 
+    def shapes_traffic(self):
+        """Whether this kernel lets `tc` make a cable slow."""
+        if not shutil.which("tc"):
+            return False
+        shape = ["qdisc", "add", "dev", "bridge", "root", "tbf", "rate", "1mbit", "burst", "16kbit", "latency", "400ms"]
+        if subprocess.run(["tc", "-n", self.node, *shape], capture_output=True, check=False).returncode != 0:
+            return False
+        call("tc", "-n", self.node, "qdisc", "del", "dev", "bridge", "root")
+        return True
+
     def enter_node(self):
         """Brings this process, with all that it starts from now on, to the node. Call it before there are threads."""
         with open(f"/run/netns/{self.node}", "rb") as node:

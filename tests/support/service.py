@@ -74,9 +74,9 @@ def read_stream(stream) -> Answer:
 
 
 def make_request(prompt, *, policy="", prefill=None, decode=None, request_id="", tenant_id="", stop=(),
-                 stop_token_ids=(), logit_bias=None, **sampling) -> generation_pb2.GenerateRequest:
+                 stop_token_ids=(), logit_bias=None, resume=(), **sampling) -> generation_pb2.GenerateRequest:
     """`prompt` is text or a list of token ids; `prefill` and `decode` override numbers of the policy; `logit_bias`
-    maps tokens to biases."""
+    maps tokens to biases; `resume` is what came of the answer."""
     request = generation_pb2.GenerateRequest(request_id=request_id, tenant_id=tenant_id)
     if isinstance(prompt, str):
         request.text = prompt
@@ -89,6 +89,9 @@ def make_request(prompt, *, policy="", prefill=None, decode=None, request_id="",
     request.sampling.stop_token_ids.extend(stop_token_ids)
     for token, bias in (logit_bias or {}).items():
         request.sampling.logit_bias.add(token_id=token, bias=bias)
+    request.resume.token_ids.extend(resume)
+    if not resume:
+        request.ClearField("resume")
     request.policy.name = policy
     if prefill:
         request.policy.prefill_overrides.CopyFrom(sparsity_pb2.AttentionPolicy(**prefill))
@@ -100,13 +103,14 @@ def make_request(prompt, *, policy="", prefill=None, decode=None, request_id="",
 class Service:
     """A running `kvasir serve` with its local workers. Leaving the context drains it and checks that it exits 0."""
 
-    def __init__(self, model="tests/model/needle-8k", flags=(), ready_timeout_s=120, preexec=None, program=KVASIR, credentials=None):
+    def __init__(self, model="tests/model/needle-8k", flags=(), ready_timeout_s=120, preexec=None, program=KVASIR, credentials=None,
+                 port=0, http_port=0):
         """`preexec` is called in the server's process before it becomes the server; `program` is another kvasir than
-        the build's; `credentials` are those of TLS."""
+        the build's; `credentials` are those of TLS; ports: 0 for free ones."""
         self.folder = tempfile.TemporaryDirectory(prefix="kvasir-test-")
         self.log_path = pathlib.Path(self.folder.name) / "server.log"
         ready = pathlib.Path(self.folder.name) / "ready"
-        command = [str(program), "serve", f"--model={ROOT / model}", "--port=0", "--http-port=0",
+        command = [str(program), "serve", f"--model={ROOT / model}", f"--port={port}", f"--http-port={http_port}",
                    "--metrics-port=0", f"--ready-file={ready}", *flags]
         with open(self.log_path, "wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, preexec_fn=preexec)

@@ -1,4 +1,4 @@
-#include "coordinator/cli/connect.h"
+#include "coordinator/cli/calls/connect.h"
 
 #include <chrono>
 #include <utility>
@@ -59,6 +59,9 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(const std::string& server
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(kMaxMessageBytes);
   arguments.SetMaxSendMessageSize(kMaxMessageBytes);
+  // A server that starts again is found soon.
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
   std::vector<std::unique_ptr<experimental::ClientInterceptorFactoryInterface>> interceptors;
   if (!api_key_file.empty()) {
     KVASIR_ASSIGN_OR_RETURN(const std::string text,

@@ -1,4 +1,4 @@
-#include "coordinator/cli/load_client.h"
+#include "coordinator/cli/calls/load_client.h"
 
 #include <algorithm>
 #include <atomic>
@@ -8,7 +8,7 @@
 
 #include "grpcpp/client_context.h"
 
-#include "coordinator/cli/connect.h"
+#include "coordinator/cli/calls/connect.h"
 #include "kernels/base/mutex.h"
 #include "proto/grpc_status.h"
 

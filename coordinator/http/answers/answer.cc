@@ -47,6 +47,7 @@ Answer::Answer(GenerationApi& api, std::shared_ptr<Exchange> exchange, AnswerSet
     : api_(api), exchange_(std::move(exchange)), setup_(std::move(setup)) {
   choices_.resize(setup_.prompts.size() * static_cast<size_t>(setup_.options.n));
   open_ = choices_.size();
+  if (setup_.ids.told_tokens > 0) choices_.front().opened = true;
 }
 
 void Answer::Start(GenerationApi& api, std::shared_ptr<Exchange> exchange, AnswerSetup setup) {
@@ -263,7 +264,9 @@ void Answer::Tell(Waiting& waiting, std::string& text) {
   } else if (waiting.response.has_prompt_logprobs()) {
     std::optional<json> choice_json =
         setup_.format->ChunkPrompt(waiting.choice, waiting.response.prompt_logprobs());
-    if (choice_json.has_value()) AddEvent(*std::move(choice_json), text);
+    if (choice_json.has_value() && setup_.ids.told_tokens == 0) {
+      AddEvent(*std::move(choice_json), std::nullopt, text);
+    }
   } else if (waiting.response.has_finish()) {
     usage_.AddFinish(waiting.response.finish());
     TellTokens(waiting.choice, choice.tokens, &waiting.response.finish(), text);
@@ -278,15 +281,22 @@ void Answer::TellTokens(size_t choice, const v1::Tokens& tokens, const v1::Finis
                         std::string& text) {
   if (!std::exchange(choices_[choice].opened, true)) {
     if (std::optional<json> opening = setup_.format->Opening(choice)) {
-      AddEvent(*std::move(opening), text);
+      AddEvent(*std::move(opening), std::nullopt, text);
     }
   }
   usage_.AddTokens(tokens.token_ids_size());
-  AddEvent(setup_.format->ChunkChoice({.choice = choice, .tokens = tokens, .finish = finish}),
-           text);
+  json chunk = setup_.format->ChunkChoice({.choice = choice, .tokens = tokens, .finish = finish});
+  if (tokens.token_ids().empty()) return AddEvent(std::move(chunk), std::nullopt, text);
+  const int64_t last = int64_t{tokens.index()} + tokens.token_ids_size() - 1;
+  if (last >= setup_.ids.told_tokens) return AddEvent(std::move(chunk), last, text);
+  if (finish != nullptr && last + 1 < setup_.ids.told_tokens) {
+    failed_ = absl::InvalidArgumentError(absl::StrCat("the header Last-Event-ID is ",
+                                                      setup_.ids.told_tokens - 1,
+                                                      ", the last event of this answer is ", last));
+  }
 }
 
-void Answer::AddEvent(json choice, std::string& text) {
+void Answer::AddEvent(json choice, std::optional<int64_t> id, std::string& text) {
   json chunk = setup_.format->ChunkHead();
   chunk["choices"] = json::array({std::move(choice)});
   if (setup_.options.continuous_usage) {
@@ -294,6 +304,7 @@ void Answer::AddEvent(json choice, std::string& text) {
   } else if (setup_.options.include_usage) {
     chunk["usage"] = nullptr;
   }
+  if (setup_.ids.sent && id.has_value()) absl::StrAppend(&text, "id: ", *id, "\n");
   AddEventText(ToText(chunk), text);
 }
 

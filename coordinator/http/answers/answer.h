@@ -4,9 +4,9 @@
 // Thread-safe.
 //
 // A stream has one event a token, so that clients which count events count tokens; the last event
-// of a choice has its last token and the reason of its end. While a prompt is read, comments tell
-// how far. Of a stream at most kMaxWaitingBytes wait for a slow client; a whole answer may have
-// kMaxWholeBytes.
+// of a choice has its last token and the reason of its end. Events may have ids, and begin after
+// one that the client has (requests/event_ids.h). While a prompt is read, comments tell how far. Of
+// a stream at most kMaxWaitingBytes wait for a slow client; a whole answer may have kMaxWholeBytes.
 #pragma once
 
 #include <cstddef>
@@ -21,6 +21,7 @@
 
 #include "coordinator/http/answers/answer_format.h"
 #include "coordinator/http/answers/usage.h"
+#include "coordinator/http/requests/event_ids.h"
 #include "coordinator/http/requests/generate_fields.h"
 #include "coordinator/http/transport/exchange.h"
 #include "coordinator/request/generation_api.h"
@@ -31,6 +32,7 @@ namespace kvasir::coordinator {
 struct AnswerSetup {
   std::vector<v1::GenerateRequest> prompts;  // without ids
   AnswerOptions options;
+  EventIds ids = {};
   std::string request_id;
   std::unique_ptr<AnswerFormat> format = nullptr;
   std::string prompt_field = {};  // name of the prompt in errors
@@ -91,7 +93,8 @@ class Answer final : public StreamSource, public std::enable_shared_from_this<An
   void Tell(Waiting& waiting, std::string& text) REQUIRES(mu_);
   void TellTokens(size_t choice, const v1::Tokens& tokens, const v1::Finish* finish,
                   std::string& text) REQUIRES(mu_);
-  void AddEvent(nlohmann::json choice, std::string& text) REQUIRES(mu_);
+  // The id is the index of a token; none: the event has none.
+  void AddEvent(nlohmann::json choice, std::optional<int64_t> id, std::string& text) REQUIRES(mu_);
 
   GenerationApi& api_;
   const std::shared_ptr<Exchange> exchange_;

@@ -137,6 +137,7 @@ AnswerOptions ReadAnswerOptions(JsonFields& fields) {
     JsonFields stream_fields(*stream, "stream_options");
     options.include_usage = stream_fields.Bool("include_usage").value_or(false);
     options.continuous_usage = stream_fields.Bool("continuous_usage_stats").value_or(false);
+    options.event_ids = stream_fields.Bool("event_ids").value_or(false);
     fields.Keep(stream_fields.status());
   }
   return options;

@@ -20,6 +20,7 @@ struct AnswerOptions {
   bool stream = false;
   bool include_usage = false;     // a last chunk of a stream tells the usage
   bool continuous_usage = false;  // so does every chunk
+  bool event_ids = false;         // events of a stream have ids
   int64_t n = 1;                  // answers to each prompt
 };
 

@@ -266,12 +266,12 @@ void Connection::Dispatch() {
   const absl::string_view target = View(head.target());
   HttpRequest request = {.method = std::string(View(head.method_string())),
                          .path = std::string(target.substr(0, target.find('?'))),
-                         .body = std::move(body_),
+                         .body = std::exchange(body_, {}),
                          .request_id = std::string(View(head["x-request-id"])),
                          .traceparent = std::string(View(head["traceparent"])),
                          .authorization = std::string(View(head["authorization"])),
+                         .last_event_id = std::string(View(head["last-event-id"])),
                          .arrived = std::chrono::steady_clock::now()};
-  body_ = {};
   share_ = nullptr;  // from here on the handler bounds it
   const absl::Status id = CheckRequestId(request.request_id);
   if (!id.ok() || request.request_id.empty()) request.request_id = context_.new_request_id();

@@ -25,6 +25,7 @@ struct HttpRequest {
   std::string request_id = {};     // of the header x-request-id, or one that the server made
   std::string traceparent = {};    // of the W3C header; empty when there is none
   std::string authorization = {};  // of the header; empty when there is none
+  std::string last_event_id = {};  // likewise
   TimePoint arrived = {};          // complete
 };
 

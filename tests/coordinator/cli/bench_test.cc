@@ -11,7 +11,7 @@
 #include "coordinator/cli/bench_command.h"
 #include "coordinator/cli/bench_interference.h"
 #include "coordinator/cli/bench_prompts.h"
-#include "coordinator/cli/load_client.h"
+#include "coordinator/cli/calls/load_client.h"
 
 namespace kvasir::coordinator {
 namespace {

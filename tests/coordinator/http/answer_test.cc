@@ -1,11 +1,13 @@
 #include "coordinator/http/answers/answer.h"
 
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -18,6 +20,7 @@ namespace {
 
 using nlohmann::json;
 using ::testing::ElementsAre;
+using ::testing::ElementsAreArray;
 using ::testing::HasSubstr;
 
 // Keeps what a handler answers; the client takes a stream when the test says so.
@@ -96,11 +99,11 @@ class AnswerTest : public ::testing::Test {
   // stream.
   ~AnswerTest() override { exchange_->stream = nullptr; }
 
-  void Start(AnswerOptions options) {
+  void Start(AnswerOptions options, EventIds ids = {}) {
     v1::GenerateRequest request;
     request.set_text("prompt");
     request.mutable_sampling()->set_seed(5);
-    AnswerSetup setup = {.prompts = {request}, .options = options, .request_id = "id"};
+    AnswerSetup setup = {.prompts = {request}, .options = options, .ids = ids, .request_id = "id"};
     setup.format = std::make_unique<CompletionFormat>(CompletionFormatSetup{
         .tokenizer = api_.tokenizer(), .name = {.id = "cmpl-id", .model = "m"}, .n = 1});
     setup.prompt_field = "prompt";
@@ -115,6 +118,7 @@ class AnswerTest : public ::testing::Test {
   enum class Place { kInner, kLast };
   void Token(size_t sink, const std::string& text, Place place = Place::kInner) {
     v1::GenerateResponse response;
+    response.mutable_tokens()->set_index(index_[sink]++);
     response.mutable_tokens()->add_token_ids(1);
     response.mutable_tokens()->set_text(text);
     response.mutable_tokens()->set_last(place == Place::kLast);
@@ -127,6 +131,7 @@ class AnswerTest : public ::testing::Test {
     api_.sinks[sink]->Close(absl::OkStatus());
   }
 
+  std::map<size_t, uint32_t> index_;
   FakeApi api_;
   std::shared_ptr<FakeExchange> exchange_ = std::make_shared<FakeExchange>();
 };
@@ -147,6 +152,108 @@ TEST_F(AnswerTest, TheLastTokenWaitsForItsReason) {
   EXPECT_THAT(end.text, HasSubstr("\"text\":\"b\""));
   EXPECT_TRUE(end.last);
   EXPECT_EQ(end.text.substr(end.text.size() - 14), "data: [DONE]\n\n");
+}
+
+v1::GenerateResponse PromptPart(uint32_t index, std::vector<uint32_t> ids) {
+  v1::GenerateResponse response;
+  v1::PromptLogprobs& part = *response.mutable_prompt_logprobs();
+  part.set_index(index);
+  if (index == 1) part.set_first_token_id(5);
+  part.set_top_count(1);
+  for (const uint32_t id : ids) {
+    part.add_token_ids(id);
+    part.add_logprobs(-1.5f);
+    part.add_top_token_ids(7);
+    part.add_top_logprobs(-0.5f);
+  }
+  return response;
+}
+
+// What follows "data: " in each event, after the id if it has one.
+std::vector<std::string> Events(const std::string& text) {
+  std::vector<std::string> events;
+  for (const absl::string_view event : absl::StrSplit(text, "\n\n", absl::SkipEmpty())) {
+    const size_t data = event.find("data: {");
+    if (data == absl::string_view::npos) continue;
+    const json chunk = json::parse(event.substr(data + 6));
+    events.push_back(absl::StrCat(event.substr(0, data), chunk["choices"][0]["text"].dump()));
+  }
+  return events;
+}
+
+TEST_F(AnswerTest, EventsHaveIdsWhenAskedFor) {
+  Start({.stream = true}, {.sent = true});
+  api_.sinks[0]->Write(PromptPart(1, {6, 7}));
+  Token(0, "a");
+  Token(0, "b", Place::kLast);
+  Finish(0);
+  EXPECT_THAT(Events(exchange_->stream->Take().text),
+              ElementsAre("\"\"", "id: 0\n\"a\"", "id: 1\n\"b\""));
+}
+
+TEST_F(AnswerTest, AStreamGoesOnAfterTheEventThatTheClientHas) {
+  for (const int64_t told : {1, 2, 3}) {
+    index_.clear();
+    api_.sinks.clear();
+    Start({.stream = true, .include_usage = true}, {.sent = true, .told_tokens = told});
+    api_.sinks[0]->Write(PromptPart(1, {6, 7}));
+    Token(0, "a");
+    Token(0, "b");
+    Token(0, "c", Place::kLast);
+    Finish(0);
+    const StreamSource::Piece piece = exchange_->stream->Take();
+    const std::vector<std::string> all = {"id: 1\n\"b\"", "id: 2\n\"c\"", "null"};
+    EXPECT_THAT(Events(piece.text), ElementsAreArray(all.begin() + told - 1, all.end()));
+    EXPECT_THAT(piece.text, HasSubstr("\"completion_tokens\":3"));
+    EXPECT_TRUE(piece.last);
+    exchange_->stream = nullptr;
+    exchange_ = std::make_shared<FakeExchange>();
+  }
+}
+
+TEST_F(AnswerTest, AnEventThatTheAnswerDoesNotHaveIsAnError) {
+  Start({.stream = true}, {.sent = true, .told_tokens = 3});
+  Token(0, "a");
+  Token(0, "b", Place::kLast);
+  Finish(0);
+  const StreamSource::Piece piece = exchange_->stream->Take();
+  EXPECT_THAT(piece.text, HasSubstr("Last-Event-ID is 2, the last event of this answer is 1"));
+  EXPECT_TRUE(piece.last);
+}
+
+TEST(EventIdsTest, OnlyAnAnswerThatIsTheSameEachTimeIsResumed) {
+  v1::GenerateRequest prompt;
+  HttpRequest http;
+  AnswerOptions options = {.stream = true};
+  const auto read = [&] { return ReadEventIds(http, options, absl::MakeConstSpan(&prompt, 1)); };
+  ASSERT_TRUE(read().ok());
+  EXPECT_FALSE(read()->sent);
+  options.event_ids = true;
+  ASSERT_TRUE(read().ok());
+  EXPECT_TRUE(read()->sent);
+  EXPECT_EQ(read()->told_tokens, 0);
+  options.event_ids = false;
+  http.last_event_id = "17";
+  EXPECT_THAT(std::string(read().status().message()), HasSubstr("seed is not set"));
+  prompt.mutable_sampling()->set_temperature(0);
+  ASSERT_TRUE(read().ok());
+  EXPECT_TRUE(read()->sent);
+  EXPECT_EQ(read()->told_tokens, 18);
+  prompt.mutable_sampling()->clear_temperature();
+  prompt.mutable_sampling()->set_seed(3);
+  EXPECT_TRUE(read().ok());
+  for (const char* bad : {"a", "-1", "1.5", "99999999999"}) {
+    http.last_event_id = bad;
+    EXPECT_EQ(read().status().code(), absl::StatusCode::kInvalidArgument) << bad;
+  }
+  http.last_event_id = "17";
+  options.n = 2;
+  EXPECT_THAT(std::string(read().status().message()), HasSubstr("leave n at 1"));
+  options = {};
+  EXPECT_THAT(std::string(read().status().message()), HasSubstr("set stream"));
+  http.last_event_id = "";
+  options.event_ids = true;
+  EXPECT_THAT(std::string(read().status().message()), HasSubstr("stream_options.event_ids"));
 }
 
 TEST_F(AnswerTest, WhoWaitsForAWorkerIsToldByAComment) {
@@ -170,21 +277,6 @@ TEST_F(AnswerTest, OnlyTheNewestProgressWaits) {
   Start({.stream = true});
   for (uint32_t i = 0; i < 100000; ++i) Progress(0, i % 100);
   EXPECT_EQ(exchange_->stream->Take().text, ": reading prompt 99/100\n\n");
-}
-
-v1::GenerateResponse PromptPart(uint32_t index, std::vector<uint32_t> ids) {
-  v1::GenerateResponse response;
-  v1::PromptLogprobs& part = *response.mutable_prompt_logprobs();
-  part.set_index(index);
-  if (index == 1) part.set_first_token_id(5);
-  part.set_top_count(1);
-  for (const uint32_t id : ids) {
-    part.add_token_ids(id);
-    part.add_logprobs(-1.5f);
-    part.add_top_token_ids(7);
-    part.add_top_logprobs(-0.5f);
-  }
-  return response;
 }
 
 // As lm-evaluation-harness reads them: lists over prompt and answer, the first place without.
