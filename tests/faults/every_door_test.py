@@ -10,18 +10,16 @@ import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-from support.chat_model import TEMPLATE  # noqa: E402
+from support.chat_model import make_tiny_chat_model  # noqa: E402
 from support.http_client import ask, read_events  # noqa: E402
-from support.tiny_model import make_tiny_model  # noqa: E402
 from group import Group  # noqa: E402
+from runs import FLAGS  # noqa: E402
 from streams import prompt  # noqa: E402
 
 import grpc  # noqa: E402
 from vllm.grpc import vllm_engine_pb2 as vllm  # noqa: E402
 from vllm.grpc import vllm_engine_pb2_grpc  # noqa: E402
 
-FLAGS = ["--mass-sample-rate=0", "--max-num-batched-tokens=256", "--kv-device-size-gb=0.05", "--kv-host-size-gb=0.2",
-         "--max-model-len=8192", "--rank-timeout=1"]
 PROMPT = prompt(150)
 TOKENS = 600
 COMPLETION = {"prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0.9, "seed": 5}
@@ -31,11 +29,7 @@ class EveryDoor(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
         folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory(prefix="kvasir-doors-")))
-        model = make_tiny_model(folder / "model")
-        text = TEMPLATE.read_text()
-        (model / "chat_template.jinja").write_text(
-            text.replace("<|im_start|>", "<|begin_of_text|>").replace("<|im_end|>", "<|end_of_text|>"))
-        cls.group = cls.enterClassContext(Group(model, 1, FLAGS))
+        cls.group = cls.enterClassContext(Group(make_tiny_chat_model(folder / "model"), 1, FLAGS))
         cls.service = cls.group.service
 
     def wait_until(self, condition, what):

@@ -3,6 +3,7 @@
     with Group(model, ranks=2, flags=["--rank-timeout=1"]) as group:
         stream = group.service.stream(...)
         group.kill(1)           # SIGKILL; another process takes its place, and its memory
+        group.kill_coordinator()
         group.stop(0, 1.5)      # SIGSTOP for 1.5 s
 
 With Hosts (tests/support/hosts.py) every worker is on a host of its own, and the test and the service on the node:
@@ -12,6 +13,7 @@ With Hosts (tests/support/hosts.py) every worker is on a host of its own, and th
 """
 
 import collections
+import functools
 import os
 import pathlib
 import re
@@ -76,9 +78,10 @@ class Group:
         self.keeper = threading.Thread(target=self._keep)
         self.keeper.start()
         disk = [f"--kv-disk-path={self.folder}/disk", f"--kv-disk-size-gb={disk_gb}"] if disk_gb else []
-        self.service = Service(model=model, flags=[
+        self.serve = functools.partial(Service, model=model, flags=[
             f"--workers={','.join(self.addresses)}", f"--tensor-parallel-size={ranks}",
             f"--group-secret-file={self.secret}", *disk, *flags])
+        self.service = self.serve()
 
     def _launch(self, rank):
         enter = ["nsenter", f"--net=/run/netns/{self.namespaces[rank]}"] if self.hosts else []
@@ -108,6 +111,16 @@ class Group:
     def kill(self, *ranks):
         for rank in ranks:
             self.workers[rank].kill()
+
+    def kill_coordinator(self):
+        """SIGKILL; another coordinator takes its place, at the same addresses, when this returns."""
+        before = self.service
+        before.process.kill()
+        before.process.wait()
+        port, http_port = (int(address.rsplit(":", 1)[1]) for address in (before.address, before.http_address))
+        self.service = self.serve(port=port, http_port=http_port)
+        before.channel.close()
+        before.folder.cleanup()
 
     def kill_and_flip(self, rank, flips, rng):
         """SIGKILL; before another process takes its place, bits of its sealed blocks flip."""

@@ -70,6 +70,8 @@ class FaultRuns(unittest.TestCase):
             group.cut(rng.randrange(group.ranks), CUT_S)
         elif kind == "slow":
             group.slow(rng.randrange(group.ranks), STOP_S)
+        elif kind == "coordinator":
+            group.kill_coordinator()
         elif kind == "all":
             group.kill(*range(group.ranks))
         elif kind == "flip":
@@ -88,7 +90,7 @@ class FaultRuns(unittest.TestCase):
             before = len(streams.recoveries)
             losses = group.service.metric("kvasir_worker_group_losses_total")
             begun = self.inject(group, rng, kind)
-            if kind not in ("delay", "slow"):
+            if kind not in ("delay", "slow", "coordinator"):
                 self.wait_until(lambda: group.service.metric("kvasir_worker_group_losses_total") > losses, f"{kind}: not noticed")
             # A worker that is killed while the group forms is no loss of a group.
             self.wait_until(lambda: group.service.metric("kvasir_worker_up") == group.ranks, f"{kind}: no group forms")
@@ -103,15 +105,16 @@ class FaultRuns(unittest.TestCase):
         return detected, recovered, blocks
 
     def play(self, name, kinds, ranks, seed, flags=(), disk_gb=0, hosts=None):
+        resume = "coordinator" in kinds
         rng = random.Random(seed)
         with tempfile.TemporaryDirectory(prefix="kvasir-faults-") as folder:
             model = self.options.model or make_tiny_model(pathlib.Path(folder) / "model")
             with Group(model, ranks, [*FLAGS, *flags], disk_gb, hosts) as group:
                 asked = load(self.options.context)
-                asked = with_stop_string(asked, Streams(group.service, asked[:1]).clean())
-                clean = Streams(group.service, asked).clean()
+                asked = with_stop_string(asked, Streams(group, asked[:1]).clean())
+                clean = Streams(group, asked).clean()
                 rng.shuffle(kinds)
-                with Streams(group.service, asked) as streams:
+                with Streams(group, asked, resume) as streams:
                     detected, recovered, blocks = self.faults(group, streams, kinds, rng)
                 self.compare(name, clean, streams, group, detected, recovered, kinds)
                 self.assertEqual(group.ended, [], "a worker ended by itself")
@@ -132,7 +135,8 @@ class FaultRuns(unittest.TestCase):
         different = [i for i, a in accepted if not a.error and a.comparable() != clean[i].comparable()]
         repeated = sum(a.repeated for _, a in accepted)
         missing = sum(a.missing for _, a in accepted)
-        preempted = sum(value for name, value in group.service.metrics().items()
+        metrics = group.service.metrics()  # of the last coordinator
+        preempted = sum(value for name, value in metrics.items()
                         if name.startswith("kvasir_num_preemptions_total") and 'kind="loss"' in name)
         print(f"{name}: {len(kinds)} faults, {len(accepted)} streams ended, {len(recovered)} resumed, {len(refused)} "
               f"refused: req_lost {len(lost)}, tok_dup {repeated}, tok_missing {missing}, tok_diff {len(different)}; "
@@ -141,4 +145,11 @@ class FaultRuns(unittest.TestCase):
               f"p50 {percentile(streams.next_tokens, .5):.2f} s p99 {percentile(streams.next_tokens, .99):.2f} s", flush=True)
         self.assertEqual((lost, repeated, missing, different), ([], 0, 0, []))
         self.assertGreater(len(recovered), len(kinds) / 2, "faults met no streams")
-        self.assertGreater(preempted, 0)
+        if "coordinator" in kinds:
+            self.assertGreater(streams.asked_again, 0)
+            resumed = {name: value for name, value in metrics.items() if name.startswith("kvasir_requests_resumed_total")}
+            print(f"{name}: clients asked again {streams.asked_again} times; resumed by the last coordinator: "
+                  f"{ {key.split('from=')[1]: int(value) for key, value in resumed.items()} }", flush=True)
+            self.assertGreater(sum(resumed.values()), 0)
+        else:
+            self.assertGreater(preempted, 0)

@@ -1,7 +1,8 @@
 """Streams that run beside faults, each again and again, and are compared with a clean run token by token.
 
 A load is a list of requests. `Clean` is what they are answered by a service without faults; `Streams` asks them all the
-time and keeps what went wrong, and when clients were told to wait and got their next token.
+time and keeps what went wrong, and when clients were told to wait and got their next token. A client whose server is lost asks
+the next one to go on with the answer, if it is told to.
 """
 
 import random
@@ -49,12 +50,13 @@ class Answer:
 
 
 class Streams:
-    def __init__(self, service, load):
-        self.service, self.load = service, load
+    def __init__(self, group, load, resume=False):
+        self.group, self.load, self.resume = group, load, resume
         self.mu = threading.Lock()
         self.recoveries = []  # (loss was told, stream is as far as before): its next token, or so much of its prompt read
         self.next_tokens = []  # seconds from a loss that was told to the next token
         self.answers = []     # (number of the request, answer)
+        self.asked_again = 0  # times that a client asked for the rest of an answer
         self.running = [0] * len(load)  # tokens of the stream that runs now
         self.waits = [None] * len(load)  # when the client was told to wait, until its stream is as far as before
         self.tokenless = [None] * len(load)  # the same, until its next token
@@ -63,12 +65,33 @@ class Streams:
 
     def ask(self, i):
         answer = Answer()
-        try:
-            for response in self.service.stream(timeout_s=120, **self.load[i]):
-                self._take(i, response, answer)
-        except grpc.RpcError as error:
-            answer.error = f"{error.code().name}: {error.details()}"
+        deadline = time.monotonic() + 120
+        while not answer.reason:
+            answer.error = ""
+            try:
+                for response in self.group.service.stream(timeout_s=120, resume=answer.token_ids, **self.load[i]):
+                    self._take(i, response, answer)
+            except (grpc.RpcError, ValueError) as error:  # ValueError: the channel of a server that is gone
+                if not self._is_lost(error) or time.monotonic() > deadline:
+                    answer.error = f"{error.code().name}: {error.details()}"
+                    break
+                self._wait(i, answer)
         return answer
+
+    def _is_lost(self, error):
+        """Whether a client that resumes asks again."""
+        return self.resume and (isinstance(error, ValueError)
+                                or error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED))
+
+    def _wait(self, i, answer):
+        now = time.monotonic()
+        with self.mu:
+            self.waits[i] = self.waits[i] or now
+            self.tokenless[i] = self.tokenless[i] or now
+        if not answer.token_ids:  # asked from the beginning
+            answer.prompt_logprobs = []
+        self.asked_again += 1
+        time.sleep(0.02)
 
     def _take(self, i, response, answer):
         now = time.monotonic()
