@@ -38,7 +38,6 @@ bool StepPlanner::MayPlanAhead(const SchedulerState& state, const UnansweredPlan
   int64_t rows = 0, new_blocks = 0, unreserved_blocks = 0;
   for (const Sequence* sequence : sequences.running()) {
     if (sequence->is_planned_out()) continue;
-    if (!sequence->later_blocks.empty()) return false;
     ++rows;
     if (sequence->reading() || !sequence->enters_block()) continue;
     ++new_blocks;

@@ -95,7 +95,8 @@ class Resume(unittest.TestCase):
     def test_the_command_goes_on_by_itself(self):
         flags = ("--temperature=0.8", "--seed=7", "--logprobs=0")
         clean = subprocess.run(self.command(*flags), capture_output=True, check=True)
-        with subprocess.Popen(self.command(*flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        # Unbuffered: communicate() does not see what a buffer holds.
+        with subprocess.Popen(self.command(*flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as process:
             begin = process.stdout.read(200)
             self.group.kill_coordinator()
             rest, told = process.communicate(timeout=60 * SLOWER)

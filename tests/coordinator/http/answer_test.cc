@@ -175,8 +175,9 @@ std::vector<std::string> Events(const std::string& text) {
   for (const absl::string_view event : absl::StrSplit(text, "\n\n", absl::SkipEmpty())) {
     const size_t data = event.find("data: {");
     if (data == absl::string_view::npos) continue;
-    const json chunk = json::parse(event.substr(data + 6));
-    events.push_back(absl::StrCat(event.substr(0, data), chunk["choices"][0]["text"].dump()));
+    const json choices = json::parse(event.substr(data + 6))["choices"];
+    const std::string told = choices.empty() ? "usage" : choices[0]["text"].dump();
+    events.push_back(absl::StrCat(event.substr(0, data), told));
   }
   return events;
 }
@@ -202,7 +203,7 @@ TEST_F(AnswerTest, AStreamGoesOnAfterTheEventThatTheClientHas) {
     Token(0, "c", Place::kLast);
     Finish(0);
     const StreamSource::Piece piece = exchange_->stream->Take();
-    const std::vector<std::string> all = {"id: 1\n\"b\"", "id: 2\n\"c\"", "null"};
+    const std::vector<std::string> all = {"id: 1\n\"b\"", "id: 2\n\"c\"", "usage"};
     EXPECT_THAT(Events(piece.text), ElementsAreArray(all.begin() + told - 1, all.end()));
     EXPECT_THAT(piece.text, HasSubstr("\"completion_tokens\":3"));
     EXPECT_TRUE(piece.last);
