@@ -236,6 +236,20 @@ TEST_F(SurvivorsTest, ASequenceEndsAfterThreeLossesInWhichItGetsNoFurther) {
 
 // Bug: a request with a long prompt ended, though each group had read more of it than the one
 // before.
+TEST_F(SurvivorsTest, TokensThatAClientBringsAreNoProgress) {
+  Make({});
+  SequenceSpec spec = Spec(Prompt(100), 10);
+  spec.answer = Expected(spec);
+  spec.answer.resize(3);
+  const SequenceId id = Add(std::move(spec));
+  for (int i = 0; i < 2; ++i) {
+    PlanInVain();
+    EXPECT_THAT(LoseAndCount(), IsEmpty()) << i;
+  }
+  PlanInVain();
+  EXPECT_THAT(LoseAndCount(), ElementsAre(id));
+}
+
 TEST_F(SurvivorsTest, ReadingFurtherThanEverBeginsTheCountAgain) {
   Make({});
   const SequenceId id = Add(Spec(Prompt(5000), 10));
