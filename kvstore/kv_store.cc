@@ -122,7 +122,7 @@ absl::Status KvStoreImpl::Seal(BlockId id, const PrefixHash& hash,
     return absl::FailedPreconditionError(absl::StrCat("block ", id.value, " is sealed already"));
   }
   const uint64_t generation = next_generation_++;
-  KVASIR_RETURN_IF_ERROR(pages_->Seal(block.extent, {.hash = hash, .generation = generation}));
+  KVASIR_RETURN_IF_ERROR(pages_->Seal(block.extent, hash));
   block.hash = hash;
   block.generation = generation;
   block.sealed = true;

@@ -71,7 +71,7 @@ void KvStoreImpl::OnVerified(const AdoptedBlocks::Verified& verified) {
     block.sealed = true;
     block.adopted = true;
     Lend(block);
-    pages_->Restore(block.extent, {.hash = block.hash, .generation = block.generation});
+    pages_->Restore(block.extent, block.hash);
   } else if (below_ != nullptr && below_->MayRead(block.hash) && !block.unused) {
     block.transfer = Transfer::kReadQueued;  // over what is there
     queued_reads_.push_back(id);

@@ -62,7 +62,8 @@ void KvStoreImpl::PollTier() {
 
 bool KvStoreImpl::TierIsBusy() const {
   return !queued_writes_.empty() || !queued_reads_.empty() || !writes_.empty() || !reads_.empty() ||
-         !due_headers_.empty() || adopted_.num_verifying() > 0;
+         !due_headers_.empty() || adopted_.num_verifying() > 0 ||
+         (below_ != nullptr && below_->ExpectsBlocks());
 }
 
 void KvStoreImpl::CollectCompletions() {
@@ -77,6 +78,9 @@ void KvStoreImpl::CollectCompletions() {
   // A block that has been stored again since is reported by that write's completion.
   for (const PrefixHash& hash : events.forgotten) {
     ReportIfForgotten(hash);
+  }
+  for (const StoredBlock& block : events.found) {
+    if (below_->Holds(block.hash)) changed_[block.hash] = block.tokens;
   }
 }
 
@@ -103,7 +107,7 @@ void KvStoreImpl::OnRead(BlockId id, const TierCompletion& completion) {
     block.restored = true;
     block.from_peer = completion.from_peer;
     Lend(block);
-    pages_->Restore(block.extent, {.hash = block.hash, .generation = block.generation});
+    pages_->Restore(block.extent, block.hash);
   } else {
     block.kept = false;
   }

@@ -212,11 +212,11 @@ absl::StatusOr<std::unique_ptr<Engine>> GroupMember::MakeEngine(const v1::ShardP
 // Returns the tier below the host tier: the disk, and with --peer-listen the peers. Null: none.
 absl::StatusOr<std::unique_ptr<kvstore::Tier>> GroupMember::MakeTier(
     const v1::ShardPlan& plan, const kvstore::KvShard& shard) const {
-  KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<kvstore::Tier> disk,
-                          OpenDisk({.config = plan.kv(),
-                                    .shard = shard,
-                                    .rank = plan.tensor_parallel_rank(),
-                                    .num_ranks = plan.tensor_parallel_size()}));
+  KVASIR_ASSIGN_OR_RETURN(
+      std::unique_ptr<kvstore::Tier> disk,
+      OpenDisk({.config = plan.kv(),
+                .shard = shard,
+                .kv_replicas = model_->transformer->options().shard.kv_replicas}));
   if (options_.peer_listen.empty()) {
     if (plan.peers().empty()) return disk;
     return absl::FailedPreconditionError(

@@ -19,7 +19,7 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "the format is little-endian");
 
 constexpr uint64_t kMagic = 0x544e45545845564b;  // "KVEXTENT"
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 constexpr uint32_t kByteOrder = 0x01020304;
 
 // Kinds of digests, which are derived data, begin at 16.
@@ -73,11 +73,17 @@ uint64_t HeaderChecksum(const Header& header) {
   return XXH3_64bits(&header, offsetof(Header, checksum));
 }
 
-// Sections are bound to their block like pages: the kind takes the place of the layer.
+// Sections are bound to a sealing of their block.
 uint64_t SectionChecksum(const PrefixHash& block, uint64_t generation, uint32_t kind,
                          absl::Span<const std::byte> bytes) {
-  return PageChecksum({.block = block, .generation = generation, .layer = kind, .head = 0xffffffff},
-                      bytes);
+  struct {
+    PrefixHash block;
+    uint64_t generation;
+    uint32_t kind;
+    uint32_t ones;
+  } const place = {block, generation, kind, 0xffffffff};
+  static_assert(sizeof(place) == 48, "hashed as bytes: no padding");
+  return XXH3_64bits_withSeed(bytes.data(), bytes.size(), XXH3_64bits(&place, sizeof(place)));
 }
 
 PrefixHash BlockHash(const Header& header) {
@@ -137,12 +143,11 @@ std::string Hex(const uint8_t* bytes, size_t size) {
 uint64_t PageChecksum(const PageIdentity& identity, absl::Span<const std::byte> page) {
   struct {
     PrefixHash block;
-    uint64_t generation;
     uint32_t layer;
     uint32_t head;
-  } const place = {identity.block, identity.generation, static_cast<uint32_t>(identity.layer),
+  } const place = {identity.block, static_cast<uint32_t>(identity.layer),
                    static_cast<uint32_t>(identity.head)};
-  static_assert(sizeof(place) == 48, "hashed as bytes: no padding");
+  static_assert(sizeof(place) == 40, "hashed as bytes: no padding");
   return XXH3_64bits_withSeed(page.data(), page.size(), XXH3_64bits(&place, sizeof(place)));
 }
 
@@ -167,10 +172,8 @@ ExtentFormat::ExtentFormat(const KvShard& shard) : shard_(shard) {
   extent_bytes_ = AlignUp(pages_offset_ + layout.block_bytes(), kExtentAlignment);
 }
 
-PageIdentity ExtentFormat::identity(const PrefixHash& block, uint64_t generation,
-                                    int64_t page_in_block) const {
+PageIdentity ExtentFormat::identity(const PrefixHash& block, int64_t page_in_block) const {
   return {.block = block,
-          .generation = generation,
           .layer = shard_.first_layer + page_in_block / shard_.layout.num_kv_heads,
           .head = shard_.first_head + page_in_block % shard_.layout.num_kv_heads};
 }
@@ -255,7 +258,7 @@ absl::Status ExtentFormat::Verify(const BlockIdentity& expected,
   for (int64_t i = 0; i < shard_.layout.pages_per_block(); ++i) {
     uint64_t checksum = 0;
     std::memcpy(&checksum, extent.data() + checksums_offset() + i * 8, sizeof(checksum));
-    const PageIdentity place = identity(found.hash, found.generation, i);
+    const PageIdentity place = identity(found.hash, i);
     if (checksum !=
         PageChecksum(place, extent.subspan(static_cast<size_t>(page_offset(i)), page_bytes))) {
       return absl::DataLossError(absl::StrCat("extent: wrong checksum of the page of layer ",

@@ -5,7 +5,7 @@
 //
 //   extent: [header 4 KiB][checksum of each page][key bounds of each page] 4 KiB-aligned [pages]
 //
-//   seed     = XXH3_64bits(block hash [32] . generation [8] . layer [4] . head [4]), little-endian
+//   seed     = XXH3_64bits(block hash [32] . layer [4] . head [4]), little-endian
 //   checksum = XXH3_64bits_withSeed(page, seed)
 #pragma once
 
@@ -28,12 +28,13 @@ namespace kvasir::kvstore {
 inline constexpr int64_t kExtentAlignment = 4096;
 inline constexpr int64_t kExtentHeaderBytes = 4096;
 
-// Identity of one rank's KV: blocks of different shards never mix.
+// Identity of the KV of some heads, those of a rank or of a store: blocks of different shards never
+// mix.
 struct KvShard {
   kernels::KvLayout layout;
   std::string weights_hash = {};  // at most 32 bytes
   std::string kv_form = {};       // "rotated/bfloat16", "unrotated..."; at most 64 bytes
-  int64_t first_layer = 0;        // of the rank, in the model
+  int64_t first_layer = 0;        // of the shard, in the model
   int64_t first_head = 0;         // KV head
 };
 
@@ -44,9 +45,9 @@ struct BlockIdentity {
   std::array<int32_t, kBlockTokens> tokens{};
 };
 
+// Name of a page, the same on every rank of every degree.
 struct PageIdentity {
   const PrefixHash& block;
-  uint64_t generation = 0;
   int64_t layer = 0;  // of the model, not of the rank
   int64_t head = 0;   // KV head of the model, not of the rank
 };
@@ -66,7 +67,7 @@ class ExtentFormat {
   }
   int64_t extent_bytes() const { return extent_bytes_; }
   const KvShard& shard() const { return shard_; }
-  PageIdentity identity(const PrefixHash& block, uint64_t generation, int64_t page_in_block) const;
+  PageIdentity identity(const PrefixHash& block, int64_t page_in_block) const;
 
   // Completes an extent whose page checksums, bounds and pages are in place.
   // REQUIRES: extent.size() == extent_bytes().

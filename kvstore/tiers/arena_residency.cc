@@ -85,22 +85,22 @@ void ArenaResidency::ForgetAccesses(int64_t extent) {
   std::fill_n(missed_bytes_.begin() + begin, pages_per_block_, 0);
 }
 
-absl::Status ArenaResidency::Seal(int64_t extent, const BlockSeal& seal) {
+absl::Status ArenaResidency::Seal(int64_t extent, const PrefixHash& hash) {
   KVASIR_CHECK(at(extent).state == ExtentState::kOpen);
   for (int64_t i = 0; i < pages_per_block_; ++i) {
     const int64_t page = first_page(extent) + i;
     std::memcpy(host_page(page), ref(page).page(), static_cast<size_t>(layout_.page_bytes()));
     host_.checksums(extent)[static_cast<size_t>(i)] =
-        PageChecksum(format_.identity(seal.hash, seal.generation, i), Bytes(host_page(page)));
+        PageChecksum(format_.identity(hash, i), Bytes(host_page(page)));
     device_.Unpin(device_.slot_of(ref(page).page()));
   }
   at(extent).state = ExtentState::kSealed;
-  at(extent).seal = seal;
+  at(extent).hash = hash;
   stats_.bytes_device_to_host += layout_.block_bytes();
   return absl::OkStatus();
 }
 
-void ArenaResidency::Restore(int64_t extent, const BlockSeal& seal) {
+void ArenaResidency::Restore(int64_t extent, const PrefixHash& hash) {
   KVASIR_CHECK(at(extent).state == ExtentState::kNone);
   ForgetAccesses(extent);
   for (int64_t page = first_page(extent); page < first_page(extent + 1); ++page) {
@@ -111,7 +111,7 @@ void ArenaResidency::Restore(int64_t extent, const BlockSeal& seal) {
     kernels::EncodePage(layout_, host_page(page), kBlockTokens, codes);
   }
   at(extent).state = ExtentState::kSealed;
-  at(extent).seal = seal;
+  at(extent).hash = hash;
 }
 
 void ArenaResidency::Free(int64_t extent) {
@@ -207,8 +207,7 @@ void ArenaResidency::Promote(std::vector<Candidate> candidates,
 bool ArenaResidency::VerifyInHost(int64_t page, std::vector<CorruptExtent>& corrupt) {
   const int64_t extent = page / pages_per_block_;
   const int64_t page_in_block = page % pages_per_block_;
-  const BlockSeal& seal = at(extent).seal;
-  const PageIdentity identity = format_.identity(seal.hash, seal.generation, page_in_block);
+  const PageIdentity identity = format_.identity(at(extent).hash, page_in_block);
   const uint64_t expected = host_.checksums(extent)[static_cast<size_t>(page_in_block)];
   const uint64_t found = PageChecksum(identity, Bytes(host_page(page)));
   if (found == expected) return true;

@@ -21,10 +21,10 @@ class ArenaResidency final : public PageResidency {
 
   HostSlab& host() override { return host_; }
   absl::Status Open(int64_t extent) override;
-  absl::Status Seal(int64_t extent, const BlockSeal& seal) override;
+  absl::Status Seal(int64_t extent, const PrefixHash& hash) override;
   bool SealsAtOnce() const override { return true; }
   absl::StatusOr<bool> IsExtentWhole(int64_t) override { return true; }
-  void Restore(int64_t extent, const BlockSeal& seal) override;
+  void Restore(int64_t extent, const PrefixHash& hash) override;
   void Free(int64_t extent) override;
   void Bind(int64_t slot, int64_t index, int64_t extent) override;
   int64_t BoundExtent(int64_t slot, int64_t index) const override {
@@ -43,7 +43,7 @@ class ArenaResidency final : public PageResidency {
   struct Extent {
     ExtentState state = ExtentState::kNone;
     bool corrupt = false;
-    BlockSeal seal;
+    PrefixHash hash{};     // of a sealed block
     int64_t bindings = 0;  // number of slots bound to it
   };
   // A page read in place, as a candidate for the device tier.

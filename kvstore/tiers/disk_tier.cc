@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/cord.h"
 #include "absl/strings/str_cat.h"
 
 #include "kernels/base/mutex.h"
@@ -20,11 +21,15 @@ namespace {
 
 using kernels::MutexLock;
 
+// Payload of the error that another process has the store open.
+constexpr char kOpenElsewhere[] = "kvasir.kvstore/open-elsewhere";
+
 // The queue between the engine's thread and the two threads of the tier.
 class DiskTier : public Tier {
  public:
-  DiskTier(DiskTierOptions options, const ExtentFormat& format, std::unique_ptr<File> lock)
-      : state_(std::move(options), format, std::move(lock)) {}
+  DiskTier(DiskTierOptions options, const ExtentFormat& format, std::optional<HeadExtent> part,
+           std::unique_ptr<File> lock)
+      : state_(std::move(options), format, std::move(part), std::move(lock)) {}
   ~DiskTier() override;
 
   // Finds the existing extents, and starts the threads.
@@ -34,7 +39,9 @@ class DiskTier : public Tier {
   void Read(std::vector<TierRead> reads) override;
   TierEvents Poll() override;
   void Wait() override;
-  const ExtentFormat& format() const override { return state_.format; }
+  const ExtentFormat& format() const override {
+    return state_.options.memory.has_value() ? *state_.options.memory : state_.format;
+  }
   bool Holds(const PrefixHash& hash) const override;
   std::vector<StoredBlock> Inventory() const override;
   uint64_t first_generation() const override { return first_generation_; }
@@ -73,6 +80,8 @@ absl::Status DiskTier::Start() {
   }
   writer_.emplace(state_, std::move(recovered.manifest));
   reader_.emplace(state_);
+  KVASIR_RETURN_IF_ERROR(writer_->TakeMemory());
+  KVASIR_RETURN_IF_ERROR(reader_->TakeMemory());
   writing_ = std::thread([this] { writer_->Run(); });
   reading_ = std::thread([this] { reader_->Run(); });
   return absl::OkStatus();
@@ -124,8 +133,21 @@ TierStats DiskTier::stats() const {
 
 }  // namespace
 
+bool IsOpenElsewhere(const absl::Status& status) {
+  return status.GetPayload(kOpenElsewhere).has_value();
+}
+
 absl::StatusOr<std::unique_ptr<Tier>> OpenDiskTier(DiskTierOptions options) {
   KVASIR_ASSIGN_OR_RETURN(const ExtentFormat format, ExtentFormat::Create(options.shard));
+  std::optional<HeadExtent> part;
+  if (options.memory.has_value()) {
+    KVASIR_ASSIGN_OR_RETURN(part, HeadExtent::Create(*options.memory, options.shard.first_head));
+    if (part->format().Fingerprint() != format.Fingerprint()) {
+      return absl::InvalidArgumentError(absl::StrCat("disk tier: a store of ", format.Fingerprint(),
+                                                     " for extents of ",
+                                                     options.memory->Fingerprint()));
+    }
+  }
   if (options.capacity_bytes < format.extent_bytes()) {
     return absl::InvalidArgumentError(absl::StrCat(
         "disk tier ", options.directory, ": a block needs ", format.extent_bytes(),
@@ -134,12 +156,15 @@ absl::StatusOr<std::unique_ptr<Tier>> OpenDiskTier(DiskTierOptions options) {
   KVASIR_RETURN_IF_ERROR(options.io->MakeDirectory(options.directory));
   absl::StatusOr<std::unique_ptr<File>> lock = options.io->Lock(LockPath(options.directory));
   if (!lock.ok()) {
-    return absl::Status(lock.status().code(),
-                        absl::StrCat("disk tier: ", lock.status().message(),
-                                     "; kv_disk_path must be a folder that this user may write "
-                                     "and that no other process has open"));
+    absl::Status refused(lock.status().code(),
+                         absl::StrCat("disk tier: ", lock.status().message(),
+                                      "; kv_disk_path must be a folder that this user may write "
+                                      "and that no other process has open"));
+    if (absl::IsFailedPrecondition(refused)) refused.SetPayload(kOpenElsewhere, absl::Cord());
+    return refused;
   }
-  auto tier = std::make_unique<DiskTier>(std::move(options), format, *std::move(lock));
+  auto tier =
+      std::make_unique<DiskTier>(std::move(options), format, std::move(part), *std::move(lock));
   const absl::Status started = tier->Start();
   if (absl::IsFailedPrecondition(started)) {
     return absl::FailedPreconditionError(

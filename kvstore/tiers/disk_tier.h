@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "absl/status/statusor.h"
@@ -39,6 +40,9 @@ using ManifestOpener = std::function<absl::StatusOr<std::unique_ptr<Manifest>>(
 struct DiskTierOptions {
   std::string directory;
   KvShard shard;
+  // Form of the extents that the tier is given, where they hold more heads than the shard's one:
+  // then only its part of them is written and read, and not their header.
+  std::optional<ExtentFormat> memory;
   int64_t capacity_bytes = 0;  // at least one extent
   int64_t segment_bytes = int64_t{1} << 30;
   // Bytes made durable together. A read may have to wait for them, and a crash may lose them.
@@ -54,5 +58,7 @@ struct DiskTierOptions {
 // of the extents. FAILED_PRECONDITION when another process has the store open, or when it holds KV
 // of another model, shard or version; then it is left unchanged.
 absl::StatusOr<std::unique_ptr<Tier>> OpenDiskTier(DiskTierOptions options);
+// Whether OpenDiskTier failed because another process has the store open.
+bool IsOpenElsewhere(const absl::Status& status);
 
 }  // namespace kvasir::kvstore

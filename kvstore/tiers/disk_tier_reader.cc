@@ -1,6 +1,5 @@
 #include "kvstore/tiers/disk_tier_reader.h"
 
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -19,6 +18,12 @@ constexpr size_t kReadBatch = 8;
 
 DiskTierReader::DiskTierReader(DiskTierState& state)
     : state_(state), queue_(state.options.io->NewQueue()) {}
+
+absl::Status DiskTierReader::TakeMemory() {
+  if (!state_.part.has_value()) return absl::OkStatus();
+  KVASIR_ASSIGN_OR_RETURN(read_, ExtentMemory::Allocate(kReadBatch, state_.format.extent_bytes()));
+  return absl::OkStatus();
+}
 
 void DiskTierReader::Run() {
   state_.mu.Lock();
@@ -58,12 +63,12 @@ void DiskTierReader::ReadBatch(absl::Span<const TierRead> reads) {
       requests.push_back({.op = IoRequest::Op::kRead,
                           .file = files.back().get(),
                           .offset = extent->place.offset,
-                          .memory = read.extent,
+                          .memory = read_.has_value() ? (*read_)[requests.size()] : read.extent,
                           .result = 0});
     }
   }
   const auto begin = state_.options.now();
-  std::vector<absl::Status> statuses = RunFully(*queue_, absl::MakeSpan(requests));
+  std::vector<absl::Status> statuses = RunMerged(*queue_, requests);
   for (size_t i = 0; i < found.size(); ++i) {
     FinishRead(*wanted[i], found[i], requests[i], std::move(statuses[i]));
   }
@@ -73,7 +78,8 @@ void DiskTierReader::ReadBatch(absl::Span<const TierRead> reads) {
 
 void DiskTierReader::FinishRead(const TierRead& read, const ExtentTable::Extent& found,
                                 IoRequest request, absl::Status status) {
-  status = ReadOne(found.block, read.extent, request, std::move(status));
+  status = ReadOne(found.block, request, std::move(status));
+  if (status.ok() && state_.part.has_value()) state_.part->Scatter(request.memory, read.extent);
   MutexLock lock(state_.mu);
   // Another read of the block may have found it damaged.
   const bool is_here = state_.table.EndRead(found.block);
@@ -88,8 +94,8 @@ void DiskTierReader::FinishRead(const TierRead& read, const ExtentTable::Extent&
   state_.Complete({.ticket = read.ticket, .status = std::move(status), .block = found.block});
 }
 
-absl::Status DiskTierReader::ReadOne(const BlockIdentity& block, absl::Span<std::byte> extent,
-                                     IoRequest request, absl::Status status) {
+absl::Status DiskTierReader::ReadOne(const BlockIdentity& block, IoRequest request,
+                                     absl::Status status) {
   if (!status.ok()) {  // try again: some errors are temporary
     status = RunFully(*queue_, absl::MakeSpan(&request, 1))[0];
     MutexLock lock(state_.mu);
@@ -98,7 +104,7 @@ absl::Status DiskTierReader::ReadOne(const BlockIdentity& block, absl::Span<std:
   if (!status.ok()) {
     return absl::DataLossError(absl::StrCat("cannot be read: ", status.message()));
   }
-  const absl::Status verified = state_.format.Verify(block, extent);
+  const absl::Status verified = state_.format.Verify(block, request.memory);
   if (verified.ok()) return verified;
   MutexLock lock(state_.mu);
   ++state_.stats.checksum_failures;

@@ -5,10 +5,12 @@
 
 #include <cstddef>
 #include <memory>
+#include <optional>
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 
+#include "kvstore/format/extent_memory.h"
 #include "kvstore/tiers/disk_tier_state.h"
 #include "kvstore/tiers/extent_table.h"
 #include "kvstore/tiers/file_io.h"
@@ -21,6 +23,8 @@ class DiskTierReader {
   // The state outlives the reader.
   explicit DiskTierReader(DiskTierState& state);
 
+  // Takes the memory into which extents are read. RESOURCE_EXHAUSTED when there is none.
+  absl::Status TakeMemory();
   // Carries out reads until the tier stops.
   void Run();
 
@@ -28,11 +32,11 @@ class DiskTierReader {
   void ReadBatch(absl::Span<const TierRead> reads);
   void FinishRead(const TierRead& read, const ExtentTable::Extent& found, IoRequest request,
                   absl::Status status);
-  absl::Status ReadOne(const BlockIdentity& block, absl::Span<std::byte> extent, IoRequest request,
-                       absl::Status status);
+  absl::Status ReadOne(const BlockIdentity& block, IoRequest request, absl::Status status);
 
   DiskTierState& state_;
   const std::unique_ptr<IoQueue> queue_;
+  std::optional<ExtentMemory> read_;  // parts of larger extents, of one batch
 };
 
 }  // namespace kvasir::kvstore

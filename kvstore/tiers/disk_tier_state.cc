@@ -1,14 +1,14 @@
 #include "kvstore/tiers/disk_tier_state.h"
 
-#include <optional>
 #include <utility>
 
 namespace kvasir::kvstore {
 
 DiskTierState::DiskTierState(DiskTierOptions tier_options, const ExtentFormat& extent_format,
-                             std::unique_ptr<File> held_lock)
+                             std::optional<HeadExtent> head_part, std::unique_ptr<File> held_lock)
     : options(std::move(tier_options)),
       format(extent_format),
+      part(std::move(head_part)),
       lock(std::move(held_lock)),
       segments(*options.io, options.directory + "/segments", format.extent_bytes(),
                options.segment_bytes) {}

@@ -9,10 +9,12 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "kernels/base/mutex.h"
+#include "kvstore/format/head_extent.h"
 #include "kvstore/format/page_format.h"
 #include "kvstore/tiers/disk_tier.h"
 #include "kvstore/tiers/extent_table.h"
@@ -26,7 +28,8 @@ namespace kvasir::kvstore {
 inline std::string LockPath(const std::string& directory) { return directory + "/LOCK"; }
 
 struct DiskTierState {
-  DiskTierState(DiskTierOptions options, const ExtentFormat& format, std::unique_ptr<File> lock);
+  DiskTierState(DiskTierOptions options, const ExtentFormat& format, std::optional<HeadExtent> part,
+                std::unique_ptr<File> lock);
 
   double SecondsSince(std::chrono::steady_clock::time_point begin) const {
     return std::chrono::duration<double>(options.now() - begin).count();
@@ -37,7 +40,8 @@ struct DiskTierState {
   void Complete(TierCompletion completion) REQUIRES(mu);
 
   const DiskTierOptions options;
-  const ExtentFormat format;
+  const ExtentFormat format;             // of the store
+  const std::optional<HeadExtent> part;  // of larger extents; none: they are those of the store
   const std::unique_ptr<File> lock;
   SegmentFiles segments;
 

@@ -46,10 +46,34 @@ void DiskTierWriter::Run() {
   }
 }
 
-std::vector<TierWrite> DiskTierWriter::TakeGroup() {
+size_t DiskTierWriter::MostOfGroup() const {
   const int64_t bytes = std::min(state_.options.group_bytes, state_.options.capacity_bytes);
-  const size_t limit =
-      static_cast<size_t>(std::max<int64_t>(1, bytes / state_.format.extent_bytes()));
+  return static_cast<size_t>(std::max<int64_t>(1, bytes / state_.format.extent_bytes()));
+}
+
+absl::Status DiskTierWriter::TakeMemory() {
+  if (!state_.part.has_value()) return absl::OkStatus();
+  KVASIR_ASSIGN_OR_RETURN(made_, ExtentMemory::Allocate(static_cast<int64_t>(MostOfGroup()),
+                                                        state_.format.extent_bytes()));
+  return absl::OkStatus();
+}
+
+std::vector<absl::Span<const std::byte>> DiskTierWriter::ExtentsOf(
+    absl::Span<const TierWrite> group) const {
+  std::vector<absl::Span<const std::byte>> extents;
+  for (size_t i = 0; i < group.size(); ++i) {
+    if (state_.part.has_value()) {
+      state_.part->Gather(group[i].block, group[i].extent, (*made_)[i]);
+      extents.push_back((*made_)[i]);
+    } else {
+      extents.push_back(group[i].extent);
+    }
+  }
+  return extents;
+}
+
+std::vector<TierWrite> DiskTierWriter::TakeGroup() {
+  const size_t limit = MostOfGroup();
   std::vector<TierWrite> group;
   while (!state_.writes.empty() && group.size() < limit) {
     group.push_back(std::move(state_.writes.front()));
@@ -115,10 +139,8 @@ absl::Status DiskTierWriter::Store(absl::Span<const TierWrite> group) {
   if (manifest_failed_) KVASIR_RETURN_IF_ERROR(ReopenManifest());
   KVASIR_RETURN_IF_ERROR(
       MakeRoom(static_cast<int64_t>(group.size()) * state_.format.extent_bytes()));
-  std::vector<absl::Span<const std::byte>> extents;
-  for (const TierWrite& write : group) extents.push_back(write.extent);
   KVASIR_ASSIGN_OR_RETURN(const std::vector<Place> places,
-                          state_.segments.Append(*queue_, extents));
+                          state_.segments.Append(*queue_, ExtentsOf(group)));
   std::vector<ManifestRecord> records;
   {
     MutexLock lock(state_.mu);

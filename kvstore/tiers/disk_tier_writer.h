@@ -4,13 +4,16 @@
 // read-only. Run by the disk tier on a thread of its own.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 
+#include "kvstore/format/extent_memory.h"
 #include "kvstore/tiers/disk_tier_state.h"
 #include "kvstore/tiers/extent_table.h"
 #include "kvstore/tiers/file_io.h"
@@ -24,11 +27,16 @@ class DiskTierWriter {
   // The state outlives the writer.
   DiskTierWriter(DiskTierState& state, std::unique_ptr<Manifest> manifest);
 
+  // Takes the memory in which extents are made. RESOURCE_EXHAUSTED when there is none.
+  absl::Status TakeMemory();
   // Carries out writes and removals until the tier stops; then records the last uses of blocks.
   void Run();
 
  private:
+  size_t MostOfGroup() const;
   std::vector<TierWrite> TakeGroup() REQUIRES(state_.mu);
+  // Returns the extents as they are written.
+  std::vector<absl::Span<const std::byte>> ExtentsOf(absl::Span<const TierWrite> group) const;
   void WriteGroup(std::vector<TierWrite> group);
   absl::Status TryStore(absl::Span<const TierWrite> group);
   absl::Status Store(absl::Span<const TierWrite> group);
@@ -45,6 +53,7 @@ class DiskTierWriter {
   bool manifest_failed_ = false;
   std::vector<PrefixHash> unrecorded_removals_;  // blocks that are gone but still have a record
   const std::unique_ptr<IoQueue> queue_;
+  std::optional<ExtentMemory> made_;  // parts of larger extents, of one group
 };
 
 }  // namespace kvasir::kvstore

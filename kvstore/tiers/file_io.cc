@@ -301,4 +301,29 @@ std::vector<absl::Status> RunFully(IoQueue& queue, absl::Span<IoRequest> batch) 
   return statuses;
 }
 
+std::vector<absl::Status> RunMerged(IoQueue& queue, absl::Span<const IoRequest> batch) {
+  std::vector<IoRequest> merged;
+  std::vector<size_t> which;  // of `merged`, by request of the batch
+  for (const IoRequest& request : batch) {
+    const auto follows = [&](const IoRequest& last) {
+      const auto bytes = static_cast<int64_t>(last.memory.size() + request.memory.size());
+      return last.op == request.op && last.file == request.file &&
+             last.offset + static_cast<int64_t>(last.memory.size()) == request.offset &&
+             last.memory.data() + last.memory.size() == request.memory.data() &&
+             bytes <= kMergedBytes;
+    };
+    if (!merged.empty() && follows(merged.back())) {
+      absl::Span<std::byte>& memory = merged.back().memory;
+      memory = {memory.data(), memory.size() + request.memory.size()};
+    } else {
+      merged.push_back(request);
+    }
+    which.push_back(merged.size() - 1);
+  }
+  const std::vector<absl::Status> ran = RunFully(queue, absl::MakeSpan(merged));
+  std::vector<absl::Status> statuses;
+  for (const size_t i : which) statuses.push_back(ran[i]);
+  return statuses;
+}
+
 }  // namespace kvasir::kvstore

@@ -76,5 +76,9 @@ absl::string_view IoEngineInUse(IoEngine engine);
 // Runs the batch to its end, resuming requests that moved fewer bytes than requested. Returns one
 // status per request: DATA_LOSS where a file ends too early, otherwise the system's error.
 std::vector<absl::Status> RunFully(IoQueue& queue, absl::Span<IoRequest> batch);
+// Does the same with requests that follow each other in a file and in memory as one, of at most
+// kMergedBytes. They fail together.
+inline constexpr int64_t kMergedBytes = int64_t{4} << 20;
+std::vector<absl::Status> RunMerged(IoQueue& queue, absl::Span<const IoRequest> batch);
 
 }  // namespace kvasir::kvstore

@@ -146,7 +146,9 @@ absl::Status RocksManifest::Commit(absl::Span<const ManifestRecord> put,
 
 absl::StatusOr<std::vector<ManifestRecord>> RocksManifest::Load() {
   std::vector<ManifestRecord> records;
-  const std::unique_ptr<rocksdb::Iterator> it(db_->NewIterator(rocksdb::ReadOptions()));
+  rocksdb::ReadOptions once;
+  once.fill_cache = false;
+  const std::unique_ptr<rocksdb::Iterator> it(db_->NewIterator(once));
   for (it->Seek(rocksdb::Slice(&kBlockPrefix, 1)); it->Valid(); it->Next()) {
     if (it->key().empty() || it->key()[0] != kBlockPrefix) break;
     ManifestRecord record;
@@ -164,7 +166,9 @@ absl::StatusOr<std::unique_ptr<Manifest>> OpenManifest(const std::string& direct
   options.create_if_missing = true;
   options.paranoid_checks = true;
   options.compression = rocksdb::kNoCompression;
-  options.write_buffer_size = size_t{4} << 20;
+  // A rank has one for each KV head. Their files are extended by this much at a time.
+  options.write_buffer_size = size_t{1} << 20;
+  options.manifest_preallocation_size = size_t{64} << 10;
   options.max_open_files = 64;
   options.max_file_opening_threads = 1;  // the tables are few and small; the default is 16
   options.keep_log_file_num = 1;

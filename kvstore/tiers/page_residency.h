@@ -41,12 +41,6 @@ struct ResidencyOptions {
   FreedMemory freed_memory = FreedMemory::kAsIs;
 };
 
-// Identity with which the checksums of a full block's pages are seeded.
-struct BlockSeal {
-  PrefixHash hash{};
-  uint64_t generation = 0;
-};
-
 // An extent with a page whose bytes differ from those sealed.
 struct CorruptExtent {
   int64_t extent = 0;
@@ -80,14 +74,15 @@ class PageResidency {
 
   // REQUIRES: device_pages() - pinned_pages() is at least one block's pages.
   virtual absl::Status Open(int64_t extent) = 0;
-  virtual absl::Status Seal(int64_t extent, const BlockSeal& seal) = 0;
+  // `hash` names the block, and with it the checksums of its pages.
+  virtual absl::Status Seal(int64_t extent, const PrefixHash& hash) = 0;
   // Whether Seal leaves the extent whole, so that IsExtentWhole need not be asked later.
   virtual bool SealsAtOnce() const { return false; }
   // Whether a sealed extent is complete in host memory, checksums and bounds included,
   // except its header. Otherwise it is still being copied.
   virtual absl::StatusOr<bool> IsExtentWhole(int64_t extent) = 0;
   // Called when the extent has come whole from the tier below.
-  virtual void Restore(int64_t extent, const BlockSeal& seal) = 0;
+  virtual void Restore(int64_t extent, const PrefixHash& hash) = 0;
   // REQUIRES: the extent is bound nowhere.
   virtual void Free(int64_t extent) = 0;
   // Makes `extent` block `index` of the slot; -1: there is none.

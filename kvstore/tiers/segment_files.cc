@@ -10,8 +10,8 @@
 #include "absl/strings/strip.h"
 #include "spdlog/spdlog.h"
 
-#include "kernels/base/buffer.h"
 #include "kernels/base/status_macros.h"
+#include "kvstore/format/extent_memory.h"
 
 namespace kvasir::kvstore {
 namespace {
@@ -20,16 +20,14 @@ using kernels::MutexLock;
 
 constexpr char kSuffix[] = ".segment";
 
-absl::StatusOr<kernels::HostBuffer> AlignedBuffer(int64_t bytes, absl::Span<std::byte>& aligned) {
-  KVASIR_ASSIGN_OR_RETURN(kernels::HostBuffer buffer,
-                          kernels::HostBuffer::Allocate(bytes + kExtentAlignment));
-  const auto address = reinterpret_cast<uintptr_t>(buffer.data());
-  constexpr auto kMask = static_cast<uintptr_t>(kExtentAlignment - 1);
-  aligned = {buffer.data() + (((address + kMask) & ~kMask) - address), static_cast<size_t>(bytes)};
-  return buffer;
-}
-
 }  // namespace
+
+std::optional<uint64_t> SegmentOfFile(absl::string_view name) {
+  uint64_t segment = 0;
+  const bool is_segment = absl::ConsumeSuffix(&name, kSuffix) && name.size() == 16 &&
+                          absl::SimpleHexAtoi(name, &segment) && segment != 0;
+  return is_segment ? std::optional<uint64_t>(segment) : std::nullopt;
+}
 
 SegmentFiles::SegmentFiles(FileIo& io, std::string directory, int64_t extent_bytes,
                            int64_t segment_bytes)
@@ -46,12 +44,9 @@ absl::Status SegmentFiles::Open() {
   KVASIR_ASSIGN_OR_RETURN(const std::vector<std::string> names, io_.List(directory_));
   MutexLock lock(mu_);
   for (const std::string& name : names) {
-    absl::string_view digits = name;
-    uint64_t id = 0;
-    if (!absl::ConsumeSuffix(&digits, kSuffix) || digits.size() != 16 ||
-        !absl::SimpleHexAtoi(digits, &id) || id == 0) {
-      continue;
-    }
+    const std::optional<uint64_t> named = SegmentOfFile(name);
+    if (!named.has_value()) continue;
+    const uint64_t id = *named;
     next_segment_ = std::max(next_segment_, id + 1);
     absl::StatusOr<std::unique_ptr<File>> file = io_.Open(Path(id), FileIo::Mode::kExisting);
     absl::StatusOr<int64_t> size = file.ok() ? io_.Size(**file) : file.status();
@@ -68,9 +63,8 @@ absl::Status SegmentFiles::Open() {
 }
 
 absl::StatusOr<std::vector<ManifestRecord>> SegmentFiles::Scan(const ExtentFormat& format) {
-  absl::Span<std::byte> header;
-  KVASIR_ASSIGN_OR_RETURN(const kernels::HostBuffer buffer,
-                          AlignedBuffer(kExtentHeaderBytes, header));
+  KVASIR_ASSIGN_OR_RETURN(const ExtentMemory memory, ExtentMemory::Allocate(1, kExtentHeaderBytes));
+  const absl::Span<std::byte> header = memory[0];
   const std::unique_ptr<IoQueue> queue = io_.NewQueue();
   absl::flat_hash_map<PrefixHash, ManifestRecord> latest;
   MutexLock lock(mu_);
@@ -181,7 +175,7 @@ absl::Status SegmentFiles::WriteDurably(IoQueue& queue, absl::Span<const Place> 
                         .memory = {memory, extents[i].size()},
                         .result = 0});
   }
-  for (const absl::Status& status : RunFully(queue, absl::MakeSpan(requests))) {
+  for (const absl::Status& status : RunMerged(queue, requests)) {
     KVASIR_RETURN_IF_ERROR(status);
   }
   for (const std::shared_ptr<File>& segment : files) KVASIR_RETURN_IF_ERROR(io_.Sync(*segment));

@@ -6,11 +6,13 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 
 #include "kernels/base/mutex.h"
@@ -24,6 +26,9 @@ struct Place {
   uint64_t segment = 0;
   int64_t offset = 0;
 };
+
+// Returns the number of the segment that a file is called after; none: it is no segment.
+std::optional<uint64_t> SegmentOfFile(absl::string_view name);
 
 class SegmentFiles {
  public:

@@ -41,14 +41,16 @@ struct TierCompletion {
   bool from_peer = false;
 };
 
-struct TierEvents {
-  std::vector<TierCompletion> completions;
-  std::vector<PrefixHash> forgotten;  // evicted or damaged since the last call
-};
-
 struct StoredBlock {
   PrefixHash hash{};
   std::array<int32_t, kBlockTokens> tokens{};
+};
+
+// Changes since the last call.
+struct TierEvents {
+  std::vector<TierCompletion> completions;
+  std::vector<PrefixHash> forgotten;  // evicted or damaged
+  std::vector<StoredBlock> found;     // stored by another process
 };
 
 // Counters since the tier was opened, unless said otherwise. Blocks count once, however many peers
@@ -95,6 +97,8 @@ class Tier {
   virtual TierEvents Poll() = 0;
   // Waits until there is something to poll, or nothing is in flight.
   virtual void Wait() = 0;
+  // Whether blocks are likely to be found soon, though nothing is in flight.
+  virtual bool ExpectsBlocks() const { return false; }
 
   virtual const ExtentFormat& format() const = 0;
   virtual bool Holds(const PrefixHash& hash) const = 0;

@@ -84,7 +84,8 @@ class DiskTest(unittest.TestCase):
         return copy
 
     def segments(self, store):
-        return sorted((store / "tp1-rank0" / "segments").iterdir())
+        """Returns those of the first KV head: a block is lost with one of its heads."""
+        return sorted((store / "head0" / "segments").iterdir())
 
     def check_answers(self, store):
         """Serves over the store and checks the answers. Returns metrics and the log."""
@@ -119,7 +120,7 @@ class Restart(DiskTest):
                 self.assertEqual(answer.finish.usage.cached_tokens.disk, expect_disk)
                 self.assertEqual([read_bytes(service, rank) > 0 for rank in (0, 1)], [expect_disk > 0] * 2)
             if expect_disk:
-                shutil.rmtree(store / "tp2-rank1")  # then neither rank reads
+                shutil.rmtree(store / "head1")  # then neither rank reads
 
     def test_what_was_asked_last_is_stored_before_the_process_ends(self):
         # 60 blocks. A host tier of this size writes nine of them at a time.
@@ -179,7 +180,7 @@ class Damage(DiskTest):
             data = bytearray(segment.read_bytes())
             for begin in range(0, len(data), extent_bytes):
                 # Any bit of the header or a page. Between them is padding.
-                offset = rng.choice([rng.randrange(64), rng.randrange(extent_bytes - 4 * PAGE_BYTES, extent_bytes)])
+                offset = rng.choice([rng.randrange(64), rng.randrange(extent_bytes - 2 * PAGE_BYTES, extent_bytes)])
                 data[begin + offset] ^= 1 << rng.randrange(8)
             segment.write_bytes(data)
         with self.serve(store) as service:
@@ -205,7 +206,7 @@ class Damage(DiskTest):
         self.assertEqual(self.check_answers(store)["failures"], 12)
 
     def test_truncated_segments_give_nothing_or_the_block(self):
-        size = (self.folder / "base" / "tp1-rank0" / "segments" / "0000000000000001.segment").stat().st_size
+        size = (self.folder / "base" / "head0" / "segments" / "0000000000000001.segment").stat().st_size
         for part in (0.0, 0.3, 0.9):
             with self.subTest(part):
                 store = self.copy_of_store()
@@ -219,7 +220,7 @@ class Damage(DiskTest):
         for damage in ("flips", "cut", "gone"):
             with self.subTest(damage):
                 store = self.copy_of_store()
-                for path in sorted((store / "tp1-rank0" / "manifest").iterdir()):
+                for path in sorted((store / "head0" / "manifest").iterdir()):
                     data = bytearray(path.read_bytes())
                     if damage == "gone":
                         path.unlink()

@@ -106,7 +106,7 @@ class FrozenFileSystem(disk_test.DiskTest):
 class DamagedLog(disk_test.DiskTest):
     def test_a_flipped_bit_of_the_manifests_log_loses_nothing(self):
         store = self.copy_of_store()
-        (log,) = [path for path in (store / "tp1-rank0" / "manifest").glob("*.log") if path.stat().st_size > 0]
+        (log,) = [path for path in (store / "head0" / "manifest").glob("*.log") if path.stat().st_size > 0]
         data = bytearray(log.read_bytes())
         data[len(data) // 4] ^= 1
         log.write_bytes(data)

@@ -88,9 +88,11 @@ class ScarceMemory final : public PageResidency {
     return row < rows_ ? absl::OkStatus() : absl::ResourceExhaustedError("it did not come");
   }
   absl::Status Open(int64_t row) override { return inner_->Open(row); }
-  absl::Status Seal(int64_t row, const BlockSeal& seal) override { return inner_->Seal(row, seal); }
+  absl::Status Seal(int64_t row, const PrefixHash& hash) override {
+    return inner_->Seal(row, hash);
+  }
   absl::StatusOr<bool> IsExtentWhole(int64_t row) override { return inner_->IsExtentWhole(row); }
-  void Restore(int64_t row, const BlockSeal& seal) override { inner_->Restore(row, seal); }
+  void Restore(int64_t row, const PrefixHash& hash) override { inner_->Restore(row, hash); }
   void Free(int64_t row) override { inner_->Free(row); }
   void Bind(int64_t slot, int64_t index, int64_t row) override { inner_->Bind(slot, index, row); }
   int64_t BoundExtent(int64_t slot, int64_t index) const override {

@@ -49,7 +49,7 @@ struct TestBlock {
     const kernels::KvLayout& layout = format.shard().layout;
     for (int64_t i = 0; i < layout.pages_per_block(); ++i) {
       const uint64_t checksum = PageChecksum(
-          format.identity(identity.hash, generation, i),
+          format.identity(identity.hash, i),
           absl::Span<const std::byte>(extent).subspan(static_cast<size_t>(format.page_offset(i)),
                                                       static_cast<size_t>(layout.page_bytes())));
       std::memcpy(extent.data() + format.checksums_offset() + i * 8, &checksum, sizeof(checksum));

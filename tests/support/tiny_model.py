@@ -2,8 +2,9 @@
 
     make_tiny_model(folder)             # float32, the vocabulary of needle-8k
     make_tiny_model(folder, seed=2)     # another model of the same shape
+    make_tiny_model(folder, kv_heads=4) # every query head has a KV head of its own
 
-A token block is 32 KiB of KV on one rank.
+A token block is 32 KiB of KV on one rank, with 2 KV heads.
 """
 
 import json
@@ -16,12 +17,12 @@ REFERENCE = pathlib.Path(__file__).resolve().parents[1] / "model" / "needle-8k"
 LAYERS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 2, 64, 128, 4, 2, 16, 1472
 
 
-def shapes():
+def shapes(kv_heads=KV_HEADS):
     yield "model.embed_tokens.weight", (VOCAB, HIDDEN)
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}."
         yield prefix + "input_layernorm.weight", (HIDDEN,)
-        for name, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+        for name, heads in (("q", HEADS), ("k", kv_heads), ("v", kv_heads)):
             yield f"{prefix}self_attn.{name}_proj.weight", (heads * HEAD_DIM, HIDDEN)
         yield prefix + "self_attn.o_proj.weight", (HIDDEN, HEADS * HEAD_DIM)
         yield prefix + "post_attention_layernorm.weight", (HIDDEN,)
@@ -40,12 +41,12 @@ def values(shape, rng):
     return [rng.uniform(-scale, scale) * 1.7 for _ in range(shape[0] * shape[1])]
 
 
-def make_tiny_model(folder, seed=1):
+def make_tiny_model(folder, seed=1, kv_heads=KV_HEADS):
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     header, data = {}, bytearray()
-    for name, shape in shapes():
+    for name, shape in shapes(kv_heads):
         numbers = values(shape, rng)
         begin = len(data)
         data += struct.pack(f"<{len(numbers)}f", *numbers)
@@ -54,7 +55,7 @@ def make_tiny_model(folder, seed=1):
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
     config = json.loads((REFERENCE / "config.json").read_text())
     config.update(torch_dtype="float32", vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE,
-                  num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS,
+                  num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=kv_heads,
                   head_dim=HEAD_DIM)
     (folder / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):

@@ -39,10 +39,7 @@ class EngineDiskTest : public RandomModelFixture {
     v1::KvConfig config;
     config.set_kv_disk_path(scratch_.path() + "/kv");
     config.set_kv_disk_size_gb(gb);
-    return worker::OpenDisk({.config = config,
-                             .shard = KvShardOf(options, model_->transformer()),
-                             .rank = 0,
-                             .num_ranks = 1});
+    return worker::OpenDisk({.config = config, .shard = KvShardOf(options, model_->transformer())});
   }
   std::unique_ptr<TestWorker> Start() {
     return std::make_unique<TestWorker>(*model_, Options(), OpenDisk().value());
@@ -65,7 +62,7 @@ class EngineDiskTest : public RandomModelFixture {
   std::vector<std::string> Segments() const {
     std::vector<std::string> paths;
     for (const auto& file :
-         std::filesystem::directory_iterator(scratch_.path() + "/kv/tp1-rank0/segments")) {
+         std::filesystem::directory_iterator(scratch_.path() + "/kv/head0/segments")) {
       paths.push_back(file.path());
     }
     return paths;
@@ -194,6 +191,15 @@ TEST_F(EngineDiskTest, AStoreOfAnotherModelIsRefused) {
   other = Options();
   other.kv_dtype = kernels::DType::kBFloat16;
   EXPECT_EQ(OpenDisk(other).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_TRUE(OpenDisk().ok());
+}
+
+TEST_F(EngineDiskTest, AStoreOfVersion1IsRefusedWithWhatToDo) {
+  std::filesystem::create_directories(scratch_.path() + "/kv/tp1-rank0/segments");
+  const absl::Status status = OpenDisk().status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("Remove the folders tp*-rank*"));
+  std::filesystem::remove_all(scratch_.path() + "/kv/tp1-rank0");
   EXPECT_TRUE(OpenDisk().ok());
 }
 

@@ -39,7 +39,7 @@ class RankGroup {
       r.model = std::make_unique<TestModel>(model);
       r.collective = Connect(options, rank, relay);
       r.worker = std::make_unique<TestWorker>(*r.model, *r.collective, options.engine,
-                                              Disk(options, rank, r.model->transformer()));
+                                              Disk(options, r.model->transformer()));
     });
   }
 
@@ -97,15 +97,14 @@ class RankGroup {
         .value();
   }
 
-  static std::unique_ptr<kvstore::Tier> Disk(const RankGroupOptions& options, int rank,
+  static std::unique_ptr<kvstore::Tier> Disk(const RankGroupOptions& options,
                                              const Transformer& model) {
     v1::KvConfig config;
     config.set_kv_disk_path(options.disk_path);
     config.set_kv_disk_size_gb(1);
     return OpenDisk({.config = config,
                      .shard = KvShardOf(options.engine, model),
-                     .rank = rank,
-                     .num_ranks = options.size})
+                     .kv_replicas = model.options().shard.kv_replicas})
         .value();
   }
 

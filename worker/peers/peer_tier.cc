@@ -61,6 +61,7 @@ class PeerTierImpl final : public PeerTier, private kvstore::PeerHandler {
   void Wait() override {
     if (disk_ != nullptr) disk_->Wait();
   }
+  bool ExpectsBlocks() const override { return disk_ != nullptr && disk_->ExpectsBlocks(); }
   const ExtentFormat& format() const override { return format_; }
   bool Holds(const PrefixHash& hash) const override {
     return disk_ != nullptr && disk_->Holds(hash);

@@ -143,6 +143,33 @@ TEST(RunFully, ResumesShortTransfersAndReportsErrors) {
             absl::StatusCode::kResourceExhausted);
 }
 
+TEST(RunMerged, NeighboursAreOneRequestAndFailTogether) {
+  ScratchDirectory directory;
+  const auto control = std::make_shared<FaultControl>(3);
+  FaultyFileIo io(MakeFileIo(IoEngine::kThreads), control);
+  const auto file = io.Open(directory.path() + "/f", FileIo::Mode::kCreate).value();
+  const auto queue = io.NewQueue();
+  constexpr int64_t kUnit = kExtentAlignment;
+  const Aligned written(4 * kUnit);
+  FillRandom(written.bytes(), 5);
+  const auto write = [&](int64_t offset, int64_t memory) {
+    return Request(IoRequest::Op::kWrite, *file, offset * kUnit,
+                   written.bytes().subspan(static_cast<size_t>(memory * kUnit), kUnit));
+  };
+  // The first two follow each other in both; the third in memory alone, the last in the file alone.
+  const std::vector<IoRequest> writes = {write(0, 0), write(1, 1), write(5, 2), write(6, 0)};
+  for (const absl::Status& status : RunMerged(*queue, writes)) EXPECT_TRUE(status.ok()) << status;
+  EXPECT_EQ(io.Size(*file).value(), 7 * kUnit);
+  const Aligned read(2 * kUnit);
+  IoRequest load = Request(IoRequest::Op::kRead, *file, 0, read.bytes());
+  ASSERT_TRUE(RunFully(*queue, absl::MakeSpan(&load, 1))[0].ok());
+  EXPECT_TRUE(std::equal(read.bytes().begin(), read.bytes().end(), written.bytes().begin()));
+  control->Set({.free_bytes = 3 * kUnit / 2});  // the second does not fit
+  const std::vector<absl::Status> statuses = RunMerged(*queue, writes);
+  EXPECT_FALSE(statuses[0].ok());
+  EXPECT_FALSE(statuses[1].ok());
+}
+
 // Containers often refuse io_uring; the filter holds for the calling thread and its children.
 void RefuseIoUring() {
   sock_filter filter[] = {

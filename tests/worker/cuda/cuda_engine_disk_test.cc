@@ -65,10 +65,7 @@ class CudaEngineDiskTest : public ::testing::TestWithParam<DiskCase> {
     v1::KvConfig config;
     config.set_kv_disk_path(scratch_.path() + "/kv");
     config.set_kv_disk_size_gb(1);
-    auto disk = OpenDisk({.config = config,
-                          .shard = KvShardOf(Options(), model_->transformer()),
-                          .rank = 0,
-                          .num_ranks = 1});
+    auto disk = OpenDisk({.config = config, .shard = KvShardOf(Options(), model_->transformer())});
     return std::make_unique<TestWorker>(*model_, Options(), std::move(disk).value());
   }
   // Returns the part of the text from `begin` on.

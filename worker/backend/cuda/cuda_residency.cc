@@ -161,14 +161,14 @@ absl::Status CudaResidency::Open(int64_t extent) {
   return absl::OkStatus();
 }
 
-absl::Status CudaResidency::Seal(int64_t extent, const kvstore::BlockSeal& seal) {
+absl::Status CudaResidency::Seal(int64_t extent, const kvstore::PrefixHash& hash) {
   if (state_of(extent) == ExtentState::kOpening) KVASIR_RETURN_IF_ERROR(CarryOut(step_));
   KVASIR_CHECK(state_of(extent) == ExtentState::kOpen);
   state_of(extent) = ExtentState::kSealed;
   --open_extents_;
   ++sealed_blocks_;
   commands_.copied.push_back(static_cast<int32_t>(extent));
-  copies_[static_cast<size_t>(extent)] = {.seal = seal, .number = begun_copies_ + 1};
+  copies_[static_cast<size_t>(extent)] = {.hash = hash, .number = begun_copies_ + 1};
   return absl::OkStatus();
 }
 
@@ -186,17 +186,17 @@ absl::StatusOr<bool> CudaResidency::IsExtentWhole(int64_t extent) {
     const absl::Span<const std::byte> bytes(host_.page(extent, page),
                                             static_cast<size_t>(layout_.page_bytes()));
     host_.checksums(extent)[static_cast<size_t>(page)] =
-        kvstore::PageChecksum(format_.identity(copy.seal.hash, copy.seal.generation, page), bytes);
+        kvstore::PageChecksum(format_.identity(copy.hash, page), bytes);
   });
   copy.is_whole = true;
   return true;
 }
 
-void CudaResidency::Restore(int64_t extent, const kvstore::BlockSeal& seal) {
+void CudaResidency::Restore(int64_t extent, const kvstore::PrefixHash& hash) {
   KVASIR_CHECK(state_of(extent) == ExtentState::kNone);
   state_of(extent) = ExtentState::kSealed;
   commands_.restored.push_back(static_cast<int32_t>(extent));
-  copies_[static_cast<size_t>(extent)] = {.seal = seal, .is_whole = true};
+  copies_[static_cast<size_t>(extent)] = {.hash = hash, .is_whole = true};
 }
 
 void CudaResidency::Free(int64_t extent) {

@@ -55,10 +55,10 @@ class CudaResidency final : public kvstore::PageResidency {
   // Extents are pinned in their order while the first of them are used.
   absl::Status AwaitExtent(int64_t extent) override { return extents_->Await(extent); }
   absl::Status Open(int64_t extent) override;
-  absl::Status Seal(int64_t extent, const kvstore::BlockSeal& seal) override;
+  absl::Status Seal(int64_t extent, const kvstore::PrefixHash& hash) override;
   // Computes the checksums when the copy is over; the device makes none.
   absl::StatusOr<bool> IsExtentWhole(int64_t extent) override;
-  void Restore(int64_t extent, const kvstore::BlockSeal& seal) override;
+  void Restore(int64_t extent, const kvstore::PrefixHash& hash) override;
   void Free(int64_t extent) override;
   void Bind(int64_t slot, int64_t index, int64_t extent) override;
   int64_t BoundExtent(int64_t slot, int64_t index) const override {
@@ -78,7 +78,7 @@ class CudaResidency final : public kvstore::PageResidency {
   enum class ExtentState : uint8_t { kNone, kOpening, kOpen, kSealed };
   // The copy of a sealed extent to the host tier.
   struct ExtentCopy {
-    kvstore::BlockSeal seal;
+    kvstore::PrefixHash hash{};
     int64_t number = 0;  // of the batch of copies that it was put on the stream with
     bool is_whole = false;
   };

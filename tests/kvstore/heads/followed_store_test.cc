@@ -1,0 +1,141 @@
+#include "kvstore/heads/followed_store.h"
+
+#include <filesystem>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "tests/kvstore/test_blocks.h"
+#include "tests/kvstore/tiers/disk_tier_fixture.h"
+
+namespace kvasir::kvstore {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::SizeIs;
+
+// `store_` owns the store that a second one follows.
+class FollowedStoreTest : public DiskTierTest {
+ protected:
+  absl::Status Follow(std::chrono::milliseconds patience = std::chrono::seconds(30)) {
+    FollowedStoreOptions options = {.directory = directory_,
+                                    .shard = SmallShard(),
+                                    .look_every = std::chrono::milliseconds(1),
+                                    .patience = patience};
+    auto opened = FollowStore(std::move(options));
+    if (!opened.ok()) return opened.status();
+    follower_.tier = *std::move(opened);
+    return absl::OkStatus();
+  }
+  // The plans of both ranks say that the block is to be written.
+  absl::Status Expect(uint32_t name) { return follower_.Write(name, 1); }
+  // Waits until the follower has found a block.
+  StoredBlock AwaitFound() {
+    for (;;) {
+      follower_.tier->Wait();
+      const TierEvents events = follower_.tier->Poll();
+      if (!events.found.empty()) return events.found[0];
+    }
+  }
+
+  TestStore follower_{directory_};
+};
+
+TEST_F(FollowedStoreTest, HoldsWhatWasStoredBefore) {
+  ASSERT_TRUE(store_.Open().ok());
+  for (uint32_t name = 1; name <= 10; ++name) ASSERT_TRUE(store_.Write(name).ok());
+  ASSERT_TRUE(Follow().ok());
+  EXPECT_THAT(follower_.Names(), SizeIs(10));
+  EXPECT_THAT(follower_.tier->Poll().found, IsEmpty()) << "the inventory says so";
+  for (uint32_t name = 1; name <= 10; ++name) EXPECT_TRUE(follower_.Read(name).ok());
+  EXPECT_EQ(follower_.Read(11).code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(follower_.tier->stats().read_blocks, 10);
+  EXPECT_GT(follower_.tier->first_generation(), store_.tier->first_generation());
+  EXPECT_FALSE(follower_.tier->ExpectsBlocks());
+}
+
+TEST_F(FollowedStoreTest, FindsWhatItExpectsWhenTheOwnerHasWrittenIt) {
+  ASSERT_TRUE(Follow().ok()) << "before there is a folder";
+  ASSERT_TRUE(store_.Open().ok());
+  for (uint32_t name = 1; name <= 20; ++name) {
+    EXPECT_EQ(Expect(name).code(), absl::StatusCode::kUnavailable);
+    EXPECT_TRUE(follower_.tier->ExpectsBlocks());
+    EXPECT_TRUE(store_.Write(name).ok());
+    const StoredBlock found = AwaitFound();
+    EXPECT_EQ(found.hash, HashOf(name));
+    EXPECT_EQ(found.tokens, TokensOf(name));
+    EXPECT_FALSE(follower_.tier->ExpectsBlocks());
+    EXPECT_TRUE(follower_.Read(name).ok());
+  }
+  EXPECT_GT(Segments().size(), 3u);
+  EXPECT_TRUE(Expect(1).ok()) << "it is there";
+}
+
+TEST_F(FollowedStoreTest, GivesUpOnWhatTheOwnerNeverWrites) {
+  ASSERT_TRUE(store_.Open().ok());
+  ASSERT_TRUE(Follow(std::chrono::milliseconds(2)).ok());
+  EXPECT_EQ(Expect(1).code(), absl::StatusCode::kUnavailable);
+  follower_.tier->Wait();
+  EXPECT_FALSE(follower_.tier->ExpectsBlocks());
+  EXPECT_THAT(follower_.Names(), IsEmpty());
+}
+
+TEST_F(FollowedStoreTest, WhatTheOwnerEvictedIsAMissAndForgotten) {
+  ASSERT_TRUE(store_.Open(/*capacity_blocks=*/6).ok());
+  for (uint32_t name = 1; name <= 6; ++name) ASSERT_TRUE(store_.Write(name).ok());
+  ASSERT_TRUE(Follow().ok());
+  ASSERT_TRUE(store_.Write(7).ok());  // 1 leaves: a hole
+  ASSERT_THAT(store_.Names(), ElementsAre(2, 3, 4, 5, 6, 7));
+  EXPECT_EQ(follower_.Read(1).code(), absl::StatusCode::kNotFound);
+  EXPECT_THAT(follower_.forgotten, ElementsAre(HashOf(1)));
+  EXPECT_EQ(follower_.tier->stats().checksum_failures, 0);
+  EXPECT_THAT(follower_.Names(), ElementsAre(2, 3, 4, 5, 6, 7)) << "and 7 was seen on the way";
+  for (uint32_t name = 8; name <= 30; ++name) ASSERT_TRUE(store_.Write(name).ok());
+  ASSERT_FALSE(std::filesystem::exists(segments_ + "/0000000000000001.segment"));
+  EXPECT_EQ(follower_.Read(2).code(), absl::StatusCode::kNotFound) << "its file is gone";
+}
+
+TEST_F(FollowedStoreTest, ABlockThatTheOwnerWroteAgainElsewhereIsFoundThere) {
+  ASSERT_TRUE(store_.Open(6).ok());
+  for (uint32_t name = 1; name <= 6; ++name) ASSERT_TRUE(store_.Write(name).ok());
+  ASSERT_TRUE(Follow().ok());
+  ASSERT_TRUE(store_.Write(7).ok());  // 1 leaves
+  ASSERT_TRUE(store_.Write(1, store_.tier->first_generation() + 9).ok());
+  EXPECT_TRUE(follower_.Read(1).ok());
+  EXPECT_EQ(follower_.tier->stats().read_blocks, 1);
+}
+
+TEST_F(FollowedStoreTest, DamageIsFoundAndForgotten) {
+  ASSERT_TRUE(store_.Open().ok());
+  for (uint32_t name = 1; name <= 2; ++name) ASSERT_TRUE(store_.Write(name).ok());
+  ASSERT_TRUE(Follow().ok());
+  std::string bytes = ReadFile(Segments()[0]);
+  bytes[static_cast<size_t>(store_.format.page_offset(1))] ^= 1;
+  WriteFile(Segments()[0], bytes);
+  EXPECT_EQ(follower_.Read(1).code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(follower_.tier->stats().checksum_failures, 1);
+  EXPECT_THAT(follower_.Names(), ElementsAre(2));
+  EXPECT_TRUE(follower_.Read(2).ok());
+}
+
+TEST_F(FollowedStoreTest, AStoreOfAnotherModelOrVersionIsRefused) {
+  ASSERT_TRUE(store_.Open().ok());
+  ASSERT_TRUE(store_.Write(1).ok());
+  store_.Close();
+  FollowedStoreOptions options = {.directory = directory_, .shard = SmallShard()};
+  options.shard.weights_hash[5] = 'x';
+  const absl::Status status = FollowStore(std::move(options)).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("choose another kv_disk_path"));
+  std::string bytes = ReadFile(Segments()[0]);
+  bytes[8] = 1;
+  WriteFile(Segments()[0], bytes);
+  EXPECT_THAT(std::string(Follow().message()), HasSubstr("version 1"));
+}
+
+}  // namespace
+}  // namespace kvasir::kvstore
