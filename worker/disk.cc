@@ -1,8 +1,6 @@
 #include "worker/disk.h"
 
-#include <filesystem>
 #include <string>
-#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -31,9 +29,10 @@ constexpr int64_t kGroupBytes = int64_t{64} << 20;
 
 // Refuses a folder with stores of version 1 of the format, one for each rank of one degree.
 absl::Status CheckVersion(const std::string& path) {
-  std::error_code ignored;  // opening the stores reports what is wrong with the folder
-  for (const auto& entry : std::filesystem::directory_iterator(path, ignored)) {
-    const std::string name = entry.path().filename().string();
+  const auto names = kvstore::MakeFileIo(kvstore::IoEngine::kIoUringOrThreads)->List(path);
+  if (!names.ok())
+    return absl::OkStatus();  // opening the stores says what is wrong with the folder
+  for (const std::string& name : *names) {
     if (!absl::StartsWith(name, "tp") || !absl::StrContains(name, "-rank")) continue;
     return absl::FailedPreconditionError(absl::StrCat(
         "kv_disk_path ", path, " holds ", name,
