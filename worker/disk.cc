@@ -52,7 +52,8 @@ absl::StatusOr<std::unique_ptr<kvstore::Tier>> OpenHead(const DiskOptions& optio
   if (num_heads > 1) disk.memory = rank;
   disk.capacity_bytes = static_cast<int64_t>(options.config.kv_disk_size_gb() * 1e9) / num_heads;
   disk.group_bytes = kGroupBytes / num_heads;
-  kvstore::FollowedStoreOptions followed = {.directory = disk.directory, .shard = disk.shard};
+  kvstore::FollowedStoreOptions followed = {
+      .directory = disk.directory, .shard = disk.shard, .capacity_bytes = disk.capacity_bytes};
   absl::StatusOr<std::unique_ptr<kvstore::Tier>> store = kvstore::OpenDiskTier(std::move(disk));
   if (options.kv_replicas == 1 || !kvstore::IsOpenElsewhere(store.status())) return store;
   spdlog::info("disk tier {}: another rank writes it, this one follows", followed.directory);

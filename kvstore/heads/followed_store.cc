@@ -1,5 +1,6 @@
 #include "kvstore/heads/followed_store.h"
 
+#include <algorithm>
 #include <deque>
 #include <iterator>
 #include <optional>
@@ -155,9 +156,10 @@ std::vector<StoredBlock> FollowedStore::Inventory() const {
 TierStats FollowedStore::stats() const {
   MutexLock lock(mu_);
   TierStats stats = stats_;
-  stats.blocks = static_cast<int64_t>(table_.size());
-  stats.capacity_blocks = stats.blocks;  // the owner alone knows more
-  stats.writable = true;                 // as far as its own writes go: it has none that could fail
+  stats.capacity_blocks = options_.capacity_bytes / format_.extent_bytes();
+  // Some may be evicted, which only the owner knows.
+  stats.blocks = std::min(static_cast<int64_t>(table_.size()), stats.capacity_blocks);
+  stats.writable = true;  // it has no writes that could fail
   return stats;
 }
 

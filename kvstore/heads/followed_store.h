@@ -8,6 +8,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -22,6 +23,7 @@ namespace kvasir::kvstore {
 struct FollowedStoreOptions {
   std::string directory;
   KvShard shard;
+  int64_t capacity_bytes = 0;  // that the owner has, as far as this process knows
   std::chrono::steady_clock::duration look_every = std::chrono::milliseconds(50);
   // Time after which a block that the owner has not written is not expected any more.
   std::chrono::steady_clock::duration patience = std::chrono::seconds(30);

@@ -23,6 +23,12 @@ absl::StatusOr<OpenedManifest> OpenAndLoad(const DiskTierOptions& options, const
   return opened;
 }
 
+// Whether there must have been a manifest: RocksDB would make an empty one.
+bool IsLost(const std::string& path, const SegmentFiles& segments) {
+  std::error_code ignored;
+  return !segments.empty() && !std::filesystem::exists(path + "/CURRENT", ignored);
+}
+
 // Returns the records whose place exists, in the order of their last use.
 ExtentTable Adopt(const std::string& directory, std::vector<ManifestRecord> records,
                   SegmentFiles& segments) {
@@ -47,9 +53,12 @@ absl::StatusOr<OpenedManifest> OpenOrRebuildManifest(const DiskTierOptions& opti
                                                      const ExtentFormat& format,
                                                      SegmentFiles& segments) {
   const std::string path = options.directory + "/manifest";
-  absl::StatusOr<OpenedManifest> opened = OpenAndLoad(options, path, format);
-  if (opened.ok()) return opened;
-  const absl::Status status = opened.status();
+  absl::Status status = absl::DataLossError("there are segments, but no manifest");
+  if (!IsLost(path, segments)) {
+    absl::StatusOr<OpenedManifest> opened = OpenAndLoad(options, path, format);
+    if (opened.ok()) return opened;
+    status = opened.status();
+  }
   if (!absl::IsDataLoss(status)) {
     return absl::Status(status.code(),
                         absl::StrCat("disk tier ", options.directory, ": ", status.message()));

@@ -91,6 +91,11 @@ absl::StatusOr<std::vector<ManifestRecord>> SegmentFiles::Scan(const ExtentForma
   return records;
 }
 
+bool SegmentFiles::empty() const {
+  MutexLock lock(mu_);
+  return segments_.empty();
+}
+
 bool SegmentFiles::Adopt(Place place) {
   MutexLock lock(mu_);
   const auto it = segments_.find(place.segment);

@@ -42,6 +42,7 @@ class SegmentFiles {
   // Used when there is no manifest. FAILED_PRECONDITION when an extent is of another shard or
   // version.
   absl::StatusOr<std::vector<ManifestRecord>> Scan(const ExtentFormat& format);
+  bool empty() const;
   // Marks the place as used. False when there is no such place.
   bool Adopt(Place place);
   void RemoveUnused();

@@ -91,7 +91,7 @@ class OtherDegrees(unittest.TestCase):
             # Whoever follows has seen all that the others stored.
             stored = [lambda rank=rank: counter(service, "kvasir_kv_tier_pages", rank, tier="disk", state="used")
                       for rank in range(4)]
-            wait_until(lambda: len({pages() for pages in stored}) == 1, "all ranks hold the same blocks")
+            wait_until(lambda: {pages() for pages in stored} == {60 * LAYERS}, "all ranks hold all blocks")
             answers = [service.generate(prompt, **OPTIONS) for prompt in prompts[:5]]
             self.assertEqual([answer.token_ids for answer in answers], expected[:5])
             self.assertEqual([answer.finish.usage.cached_tokens.disk for answer in answers], [2 * BLOCK_TOKENS] * 5)

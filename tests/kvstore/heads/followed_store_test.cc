@@ -24,6 +24,7 @@ class FollowedStoreTest : public DiskTierTest {
   absl::Status Follow(std::chrono::milliseconds patience = std::chrono::seconds(30)) {
     FollowedStoreOptions options = {.directory = directory_,
                                     .shard = SmallShard(),
+                                    .capacity_bytes = 100 * store_.format.extent_bytes(),
                                     .look_every = std::chrono::milliseconds(1),
                                     .patience = patience};
     auto opened = FollowStore(std::move(options));
@@ -53,7 +54,10 @@ TEST_F(FollowedStoreTest, HoldsWhatWasStoredBefore) {
   EXPECT_THAT(follower_.tier->Poll().found, IsEmpty()) << "the inventory says so";
   for (uint32_t name = 1; name <= 10; ++name) EXPECT_TRUE(follower_.Read(name).ok());
   EXPECT_EQ(follower_.Read(11).code(), absl::StatusCode::kNotFound);
-  EXPECT_EQ(follower_.tier->stats().read_blocks, 10);
+  const TierStats stats = follower_.tier->stats();
+  EXPECT_EQ(stats.read_blocks, 10);
+  EXPECT_EQ(stats.blocks, 10);
+  EXPECT_EQ(stats.capacity_blocks, 100);
   EXPECT_GT(follower_.tier->first_generation(), store_.tier->first_generation());
   EXPECT_FALSE(follower_.tier->ExpectsBlocks());
 }

@@ -164,12 +164,18 @@ TEST_F(DiskTierTest, ALostManifestIsMadeAnewFromTheExtents) {
   ASSERT_TRUE(store_.Open().ok());
   for (uint32_t name = 1; name <= 11; ++name) ASSERT_TRUE(store_.Write(name).ok());
   const uint64_t generation = store_.tier->first_generation();
-  store_.Close();
-  WriteFile(directory_ + "/manifest/CURRENT", "damage");
-  ASSERT_TRUE(store_.Open().ok());
-  EXPECT_THAT(store_.Names(), ElementsAre(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11));
-  EXPECT_GT(store_.tier->first_generation(), generation);
-  for (uint32_t name = 1; name <= 11; ++name) EXPECT_TRUE(store_.Read(name).ok());
+  for (const bool removed : {false, true}) {
+    store_.Close();
+    if (removed) {
+      std::filesystem::remove_all(directory_ + "/manifest");
+    } else {
+      WriteFile(directory_ + "/manifest/CURRENT", "damage");
+    }
+    ASSERT_TRUE(store_.Open().ok());
+    EXPECT_THAT(store_.Names(), ElementsAre(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11));
+    EXPECT_GT(store_.tier->first_generation(), generation);
+    for (uint32_t name = 1; name <= 11; ++name) EXPECT_TRUE(store_.Read(name).ok());
+  }
 }
 
 TEST_F(DiskTierTest, SegmentsThatNobodyRecordsAreRemovedAndStrangeFilesAreNot) {
