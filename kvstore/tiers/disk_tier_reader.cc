@@ -1,5 +1,7 @@
 #include "kvstore/tiers/disk_tier_reader.h"
 
+#include <algorithm>
+#include <iterator>
 #include <utility>
 #include <vector>
 
@@ -12,16 +14,20 @@ namespace {
 using kernels::MutexLock;
 
 // Reads of one round: enough to keep a disk busy, few enough to verify soon.
-constexpr size_t kReadBatch = 8;
+constexpr int64_t kLeastBatch = 8;
+constexpr int64_t kMostBatch = 64;
 
 }  // namespace
 
 DiskTierReader::DiskTierReader(DiskTierState& state)
-    : state_(state), queue_(state.options.io->NewQueue()) {}
+    : state_(state),
+      batch_(std::clamp(state.options.group_bytes / state.format.extent_bytes(), kLeastBatch,
+                        kMostBatch)),
+      queue_(state.options.io->NewQueue()) {}
 
 absl::Status DiskTierReader::TakeMemory() {
   if (!state_.part.has_value()) return absl::OkStatus();
-  KVASIR_ASSIGN_OR_RETURN(read_, ExtentMemory::Allocate(kReadBatch, state_.format.extent_bytes()));
+  KVASIR_ASSIGN_OR_RETURN(read_, ExtentMemory::Allocate(batch_, state_.format.extent_bytes()));
   return absl::OkStatus();
 }
 
@@ -31,7 +37,7 @@ void DiskTierReader::Run() {
     while (!state_.stop && state_.reads.empty()) state_.wake_reader.Wait(state_.mu);
     if (state_.stop) break;
     std::vector<TierRead> batch;
-    while (!state_.reads.empty() && batch.size() < kReadBatch) {
+    while (!state_.reads.empty() && std::ssize(batch) < batch_) {
       batch.push_back(state_.reads.front());
       state_.reads.pop_front();
     }

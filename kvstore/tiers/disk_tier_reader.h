@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 
@@ -35,6 +36,7 @@ class DiskTierReader {
   absl::Status ReadOne(const BlockIdentity& block, IoRequest request, absl::Status status);
 
   DiskTierState& state_;
+  const int64_t batch_;  // the most extents read together
   const std::unique_ptr<IoQueue> queue_;
   std::optional<ExtentMemory> read_;  // parts of larger extents, of one batch
 };

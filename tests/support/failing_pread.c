@@ -21,11 +21,17 @@ static int IsSegment(int file) {
   return strstr(path, ".segment") != NULL;
 }
 
-static int Fails(int file, off64_t offset) {
+// A read of several extents fails for all of them.
+static int Fails(int file, size_t bytes, off64_t offset) {
   static atomic_long reads[1 << 16];  // by place: extents begin at multiples of 4096 bytes
   const char *times = getenv("FAILING_PREAD_TIMES");
   if (times == NULL || !IsSegment(file)) return 0;
-  return atomic_fetch_add(&reads[(offset >> 12) & 0xffff], 1) < atol(times);
+  const off64_t first = offset >> 12;
+  const int fails = atomic_fetch_add(&reads[first & 0xffff], 1) < atol(times);
+  for (off64_t place = first + 1; fails && place << 12 < offset + (off64_t)bytes; ++place) {
+    atomic_fetch_add(&reads[place & 0xffff], 1);
+  }
+  return fails;
 }
 
 static void HangWhileTold(int file) {
@@ -48,7 +54,7 @@ ssize_t pread64(int file, void *to, size_t bytes, off64_t offset) {
   static ssize_t (*real)(int, void *, size_t, off64_t);
   if (real == NULL) *(void **)&real = dlsym(RTLD_NEXT, "pread64");
   HangWhileTold(file);
-  if (!Fails(file, offset)) return real(file, to, bytes, offset);
+  if (!Fails(file, bytes, offset)) return real(file, to, bytes, offset);
   errno = EIO;
   return -1;
 }
