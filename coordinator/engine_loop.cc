@@ -402,10 +402,12 @@ void EngineLoop::PublishState() {
   metrics_.SchedulerState(stats);
   MutexLock lock(mu_);
   if (stats.disk_set_aside && !scheduler_stats_.disk_set_aside) {
-    spdlog::error(
-        "the disk tier does not answer: it is set aside and tried again from time to time");
+    spdlog::error("the disk tier does not answer: it is set aside and tried now and then");
   } else if (!stats.disk_set_aside && scheduler_stats_.disk_set_aside) {
     spdlog::info("the disk tier answers again");
+  }
+  if (stats.peers_set_aside && !scheduler_stats_.peers_set_aside) {
+    spdlog::warn("peers are slower than computing: they are asked now and then only");
   }
   scheduler_stats_ = stats;
 }

@@ -85,6 +85,10 @@ struct Metrics::Series {
   Gauge& disk_set_aside = Gauges("kvasir_kv_disk_set_aside",
                                  "1 while the disk tier is not read since it did not answer.")
                               .Add({});
+  Gauge& peers_set_aside =
+      Gauges("kvasir_peers_set_aside",
+             "1 while peers are not asked since they were slower than computing.")
+          .Add({});
   Gauge& restoring =
       Gauges("kvasir_num_requests_restoring", "Waiting requests whose KV comes from disk or peers.")
           .Add({});
@@ -310,6 +314,7 @@ void Metrics::SchedulerState(const SchedulerStats& stats) {
   s.waiting.Set(static_cast<double>(stats.waiting + stats.restoring));
   s.restoring.Set(static_cast<double>(stats.restoring));
   s.disk_set_aside.Set(stats.disk_set_aside ? 1 : 0);
+  s.peers_set_aside.Set(stats.peers_set_aside ? 1 : 0);
   s.waiting_tokens.Set(static_cast<double>(stats.waiting_tokens));
   const int64_t capacity = stats.index.capacity_blocks;
   s.cache_usage.Set(capacity == 0 ? 0

@@ -65,7 +65,7 @@ RestoreBook::Restorable RestoreBook::Match(const Sequence& sequence,
         sequence.decode_part);
     found.stored = std::ssize(found.links);
   }
-  if (!options_.has_peers) return found;
+  if (!options_.has_peers || now < peers_aside_until_) return found;
   if (found.links.empty()) {
     AddAtPeers(sequence, parent, cached, kFirstAtPeers, found);
   } else {
@@ -99,19 +99,21 @@ void RestoreBook::Begin(Sequence& sequence, const Restorable& restorable, TimePo
        .begin = sequence.num_blocks(),
        .deadline = After(now, on_trial ? options_.disk_trial : options_.restore_patience)});
   if (on_trial) disk_aside_until_ = After(now, disk_pause_);  // one sequence is enough
-  Await(entries_.back(), restorable);
+  Await(entries_.back(), restorable, now);
 }
 
 void RestoreBook::Continue(Sequence& sequence, const Restorable& restorable, TimePoint now) {
   Entry& entry = EntryOf(sequence);
   entry.begin = sequence.num_blocks();
   entry.deadline = After(now, options_.restore_patience);
-  Await(entry, restorable);
+  Await(entry, restorable, now);
 }
 
-void RestoreBook::Await(Entry& entry, const Restorable& restorable) {
+void RestoreBook::Await(Entry& entry, const Restorable& restorable, TimePoint now) {
   Sequence& sequence = *entry.sequence;
   const int64_t begin = sequence.num_blocks();
+  entry.asked = std::ssize(restorable.links);
+  entry.asked_at = now;
   for (int64_t i = 0; i < std::ssize(restorable.links); ++i) {
     const auto& [hash, held] = restorable.links[static_cast<size_t>(i)];
     if (!held) continue;
@@ -155,10 +157,24 @@ void RestoreBook::OnRestored(const v1::RestoredBlock& restored, TimePoint now) {
       disk_answered_at_ = now;
     }
     entry.deadline = After(now, options_.restore_patience);
-    --entry.pending;
+    const bool at_peers = !block.is_stored;
     awaited_.erase(it);
+    if (--entry.pending == 0 && at_peers) JudgePeers(entry, now);
   }
   if (entry.pending == 0) Publish(entry);
+}
+
+// A few blocks may wait for one step longer than they would take to compute, and tell nothing.
+void RestoreBook::JudgePeers(Entry& entry, TimePoint now) {
+  if (entry.next_at_peers == 0 || entry.asked < kFirstAtPeers || !prefill_rate_.is_known()) return;
+  const double tokens = static_cast<double>(entry.asked * kBlockTokens);
+  if (Between(entry.asked_at, now) <= prefill_rate_.TimeFor(tokens)) {
+    peers_pause_ = absl::ZeroDuration();
+    return;
+  }
+  peers_pause_ = std::clamp(2 * peers_pause_, options_.first_pause, options_.longest_pause);
+  peers_aside_until_ = After(now, peers_pause_);
+  entry.next_at_peers = 0;
 }
 
 void RestoreBook::GiveUpLate(TimePoint now) {
@@ -179,7 +195,7 @@ bool RestoreBook::AwaitsStored(const Entry& entry) const {
 }
 
 void RestoreBook::SetDiskAside(TimePoint now) {
-  disk_pause_ = std::clamp(2 * disk_pause_, options_.first_disk_pause, options_.longest_disk_pause);
+  disk_pause_ = std::clamp(2 * disk_pause_, options_.first_pause, options_.longest_pause);
   disk_aside_until_ = After(now, disk_pause_);
   for (Entry& entry : entries_) {
     if (entry.pending > 0) ComputeRest(entry);

@@ -14,6 +14,8 @@
 // nobody here knows what they hold. The ranks answer for each block; from the first that some rank
 // does not get on the prompt is computed. The first questions are short, because ranks take room
 // for what they ask for: only a sequence that got all of it asks on.
+// Where blocks come slower than they would be computed, peers are set aside, and asked again after
+// a pause.
 //
 // Called by the scheduler. Thread-compatible. It outlives the sequences that it names.
 #pragma once
@@ -26,6 +28,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 
+#include "coordinator/scheduling/prefill_rate.h"
 #include "coordinator/scheduling/scheduler_options.h"
 #include "coordinator/scheduling/sequence.h"
 #include "coordinator/time/clock.h"
@@ -37,9 +40,10 @@ namespace kvasir::coordinator {
 
 class RestoreBook {
  public:
-  // `options` and `index` outlive the book.
-  RestoreBook(const SchedulerOptions& options, kvstore::PrefixIndex& index)
-      : options_(options), index_(index), stored_(options.num_ranks) {}
+  // The references outlive the book.
+  RestoreBook(const SchedulerOptions& options, kvstore::PrefixIndex& index,
+              const PrefillRate& prefill_rate)
+      : options_(options), index_(index), prefill_rate_(prefill_rate), stored_(options.num_ranks) {}
 
   // Takes what a rank says of its stored blocks. INTERNAL when the report makes no sense.
   absl::Status OnReport(int64_t rank, const v1::TierReport& report, TimePoint now);
@@ -78,6 +82,7 @@ class RestoreBook {
   std::vector<Sequence*> Ready() const;
 
   bool is_disk_set_aside() const { return disk_pause_ > absl::ZeroDuration(); }
+  bool are_peers_set_aside() const { return peers_pause_ > absl::ZeroDuration(); }
   kvstore::StoredIndexStats stored_stats() const { return stored_.stats(); }
   // The awaited blocks add up. For tests.
   absl::Status CheckIntegrity() const;
@@ -90,6 +95,8 @@ class RestoreBook {
     TimePoint deadline;   // for the next of them
     // Number of blocks that peers are asked for next, if they give all that they are asked for now.
     int64_t next_at_peers = 0;
+    int64_t asked = 0;  // number of blocks that it asked for last
+    TimePoint asked_at = {};
   };
   struct AwaitedBlock {
     Sequence* sequence = nullptr;
@@ -104,7 +111,9 @@ class RestoreBook {
   // `parent`. None for a few.
   static void AddAtPeers(const Sequence& sequence, kvstore::PrefixHash parent, int64_t begin,
                          int64_t count, Restorable& found);
-  void Await(Entry& entry, const Restorable& restorable);
+  void Await(Entry& entry, const Restorable& restorable, TimePoint now);
+  // Everything that the sequence asked for last has come: compares the wait with computing it.
+  void JudgePeers(Entry& entry, TimePoint now);
   void OnRestored(const v1::RestoredBlock& restored, TimePoint now);
   // Whether some of the blocks that it waits for are stored, not perhaps at peers.
   bool AwaitsStored(const Entry& entry) const;
@@ -115,6 +124,7 @@ class RestoreBook {
 
   const SchedulerOptions& options_;
   kvstore::PrefixIndex& index_;
+  const PrefillRate& prefill_rate_;
   kvstore::StoredIndex stored_;
 
   std::vector<Entry> entries_;
@@ -126,6 +136,9 @@ class RestoreBook {
   absl::Duration disk_pause_ = absl::ZeroDuration();
   TimePoint disk_aside_until_;
   TimePoint disk_answered_at_;
+  // The same for peers that are slower than computing.
+  absl::Duration peers_pause_ = absl::ZeroDuration();
+  TimePoint peers_aside_until_;
 };
 
 }  // namespace kvasir::coordinator

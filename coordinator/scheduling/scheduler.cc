@@ -372,6 +372,7 @@ SchedulerStats Scheduler::stats() const {
   stats.waiting = static_cast<int64_t>(state_.sequences.waiting().size());
   stats.restoring = state_.restores.num_sequences();
   stats.disk_set_aside = state_.restores.is_disk_set_aside();
+  stats.peers_set_aside = state_.restores.are_peers_set_aside();
   stats.waiting_tokens = state_.sequences.waiting_tokens();
   stats.index = state_.blocks.index().stats();
   stats.stored = state_.restores.stored_stats();

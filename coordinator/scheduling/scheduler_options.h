@@ -33,10 +33,11 @@ struct SchedulerOptions {
   // A request none of whose blocks came for this long computes the rest of them. A slow disk is
   // still faster than computing; a dead one must not hold requests up.
   absl::Duration restore_patience = absl::Seconds(10);
-  // A disk that is set aside is tried again after the first pause. Each further pause is twice as
-  // long, up to the longest. The request that tries the disk waits for `disk_trial`.
-  absl::Duration first_disk_pause = absl::Seconds(5);
-  absl::Duration longest_disk_pause = absl::Seconds(60);
+  // A disk that is set aside is tried again after the first pause, and so are peers. Each further
+  // pause is twice as long, up to the longest. The request that tries the disk waits for
+  // `disk_trial`.
+  absl::Duration first_pause = absl::Seconds(5);
+  absl::Duration longest_pause = absl::Seconds(60);
   absl::Duration disk_trial = absl::Seconds(1);
 
   // True when blocks are written to disk and restored.

@@ -28,7 +28,7 @@ SchedulerState::SchedulerState(const SchedulerOptions& scheduler_options,
       device_share(DeviceShare(options.device_blocks)),
       max_running(MaxRunning(options)),
       blocks(std::move(index)),
-      restores(options, blocks.index()),
+      restores(options, blocks.index(), prefill_rate),
       sequences(options.max_num_seqs, restores) {}
 
 void SchedulerState::ReportProgress(Sequence& sequence, std::vector<Event>& events) const {

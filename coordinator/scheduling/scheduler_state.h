@@ -24,9 +24,10 @@ struct SchedulerStats {
   int64_t waiting = 0;
   int64_t restoring = 0;  // wait for blocks from disk or peers
   bool disk_set_aside = false;
-  int64_t waiting_tokens = 0;  // prompt tokens of the waiting requests
-  int64_t prefix_queries = 0;  // prompt tokens of admitted requests
-  int64_t prefix_hits = 0;     // those of them that were found in the cache
+  bool peers_set_aside = false;  // they are slower than computing
+  int64_t waiting_tokens = 0;    // prompt tokens of the waiting requests
+  int64_t prefix_queries = 0;    // prompt tokens of admitted requests
+  int64_t prefix_hits = 0;       // those of them that were found in the cache
   // Prompt tokens of admitted requests that were not found, by reason:
   int64_t missed_absent = 0;        // neither in memory nor on disk
   int64_t missed_unshared = 0;      // after the last whole block that others may share
@@ -70,9 +71,9 @@ struct SchedulerState {
   const int64_t max_running;
   // Outlives every handle and reservation, so it is declared before their holders.
   BlockBudget blocks;
+  PrefillRate prefill_rate;
   RestoreBook restores;
   SequenceTable sequences;
-  PrefillRate prefill_rate;
   int64_t prompts_read = 0;  // since the start
   LastMisfit last_misfit;
   SchedulerStats counters;  // the sums of it

@@ -163,5 +163,47 @@ TEST_F(SchedulerPeersTest, ALongPromptAsksForItsBeginningFirstAndOnWhileAllOfItC
   EXPECT_EQ(tokens_[id], expected_);
 }
 
+TEST_F(SchedulerPeersTest, PeersThatAreSlowerThanComputingAreSetAsideForAWhile) {
+  const std::vector<int32_t> prompt = Prompt(64 * 200 + 10, 5);
+  SymbolicWorkerOptions owner = kOwner, asker = kWithPeers;
+  owner.disk_blocks = owner.host_blocks = asker.host_blocks = 1000;
+  Make(owner);
+  Add(Spec(prompt, 1));
+  RunUntilIdle();
+  peer_ = std::move(worker_);
+  // Asks for the prompt, whose first blocks come after `wait`. The next plan asks for so many more.
+  const auto ask = [&](absl::Duration wait, int more) {
+    const SequenceId id = Add(Spec(prompt, 1));
+    ASSERT_TRUE(Step());
+    ASSERT_THAT(plan_.restores(), SizeIs(64));
+    now_ += absl::ToChronoNanoseconds(wait);
+    DeliverTierReport();
+    ASSERT_TRUE(Step());
+    EXPECT_THAT(plan_.restores(), SizeIs(more));
+    EXPECT_EQ(scheduler_->stats().peers_set_aside, more == 0);
+    EXPECT_TRUE(scheduler_->Cancel(id, absl::CancelledError(""), now_).has_value());
+    RunUntilIdle();
+  };
+  SchedulerOptions options = Options(asker);
+  Make(asker, options);
+  worker_->AskPeer(*peer_);
+  Add(Spec(Prompt(64 * 3, 9), 1));  // too short to ask: 192 tokens in 100 ms
+  RunUntilIdle();
+  ask(absl::Seconds(1.9), 136);
+  Make(asker, options);
+  worker_->AskPeer(*peer_);
+  Add(Spec(Prompt(64 * 3, 9), 1));
+  RunUntilIdle();
+  ask(absl::Seconds(2.5), 0);
+  Add(Spec(Prompt(64 * 100 + 1, 11), 1));
+  ASSERT_TRUE(Step());
+  EXPECT_THAT(plan_.restores(), IsEmpty());
+  RunUntilIdle();
+  now_ += std::chrono::seconds(5);
+  Add(Spec(Prompt(64 * 100 + 1, 12), 1));
+  ASSERT_TRUE(Step());
+  EXPECT_THAT(plan_.restores(), SizeIs(64));
+}
+
 }  // namespace
 }  // namespace kvasir::coordinator

@@ -40,7 +40,8 @@ class SequenceTableTest : public ::testing::Test {
 
   const SchedulerOptions options_;
   BlockBudget blocks_{kvstore::PrefixIndex::Create(10)};
-  RestoreBook restores_{options_, blocks_.index()};
+  PrefillRate prefill_rate_;
+  RestoreBook restores_{options_, blocks_.index(), prefill_rate_};
   SequenceTable table_{/*num_slots=*/3, restores_};
 };
 

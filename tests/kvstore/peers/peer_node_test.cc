@@ -1,10 +1,12 @@
 #include "kvstore/peers/peer_node.h"
 
 #include <chrono>
+#include <cstdlib>
 #include <map>
 #include <memory>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -231,6 +233,23 @@ INSTANTIATE_TEST_SUITE_P(Transports, PeerNodeTest, testing::Values("sm,tcp", "tc
                          [](const auto& transports) {
                            return std::string(transports.index == 0 ? "sm" : "tcp");
                          });
+
+// A process of its own, because what UCX keeps then would spoil the forks of other tests.
+TEST(PeerNodeEndTest, ANodeEndsThoughALinkIsNeverSetUp) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto end_beside_a_stopped_peer = [] {
+    PeerProcess peer("sm,tcp");
+    Collector collector;
+    auto node = PeerNode::Create({.transports = "sm,tcp"}, collector).value();
+    peer.Signal(SIGSTOP);
+    PeerNode& opener = *node;
+    opener.Post([&] { std::ignore = opener.Open(peer.address()); });
+    node.reset();
+    peer.Kill();
+    std::_Exit(0);
+  };
+  EXPECT_EXIT(end_beside_a_stopped_peer(), testing::ExitedWithCode(0), "");
+}
 
 // Bug: an owner that was killed could not listen for a minute, until its connections were
 // forgotten.
