@@ -1,6 +1,7 @@
 #include "kvstore/heads/followed_store.h"
 
 #include <filesystem>
+#include <fstream>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <memory>
@@ -38,8 +39,13 @@ class FollowedStoreTest : public DiskTierTest {
   StoredBlock AwaitFound() {
     for (;;) {
       follower_.tier->Wait();
+      const bool expects = follower_.tier->ExpectsBlocks();
       const TierEvents events = follower_.tier->Poll();
       if (!events.found.empty()) return events.found[0];
+      if (!expects) {
+        ADD_FAILURE() << "it has given up";
+        return {};
+      }
     }
   }
 
@@ -77,6 +83,26 @@ TEST_F(FollowedStoreTest, FindsWhatItExpectsWhenTheOwnerHasWrittenIt) {
   }
   EXPECT_GT(Segments().size(), 3u);
   EXPECT_TRUE(Expect(1).ok()) << "it is there";
+}
+
+// The extents of a group are written in any order.
+TEST_F(FollowedStoreTest, AnExtentWhoseHeaderComesLastIsFound) {
+  ASSERT_TRUE(store_.Open().ok());
+  for (uint32_t name = 1; name <= 2; ++name) ASSERT_TRUE(store_.Write(name).ok());
+  store_.Close();
+  const std::string whole = ReadFile(Segments()[0]);
+  const auto write_first = [&](const std::string& extent) {
+    std::fstream file(Segments()[0], std::ios::in | std::ios::out | std::ios::binary);
+    file.write(extent.data(), static_cast<std::streamsize>(extent.size()));
+  };
+  const auto extent_bytes = static_cast<size_t>(store_.format.extent_bytes());
+  write_first(std::string(extent_bytes, '\0'));
+  ASSERT_TRUE(Follow().ok());
+  EXPECT_THAT(follower_.Names(), ElementsAre(2));
+  EXPECT_EQ(Expect(1).code(), absl::StatusCode::kUnavailable);
+  write_first(whole.substr(0, extent_bytes));
+  EXPECT_EQ(AwaitFound().hash, HashOf(1));
+  EXPECT_TRUE(follower_.Read(1).ok());
 }
 
 TEST_F(FollowedStoreTest, GivesUpOnWhatTheOwnerNeverWrites) {
