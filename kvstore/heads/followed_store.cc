@@ -248,12 +248,13 @@ absl::Status FollowedStore::ReadExtent(const FoundExtent& extent, absl::Span<std
                        .offset = extent.place.offset,
                        .memory = memory,
                        .result = 0};
-  const absl::Status read = RunFully(*queue_, absl::MakeSpan(&request, 1))[0];
-  if (!read.ok()) {
+  absl::Status read = RunFully(*queue_, absl::MakeSpan(&request, 1))[0];
+  if (!read.ok()) {  // try again: some errors are temporary
+    read = RunFully(*queue_, absl::MakeSpan(&request, 1))[0];
     MutexLock lock(mu_);
     ++stats_.failed_reads;
-    return absl::DataLossError(absl::StrCat("cannot be read: ", read.message()));
   }
+  if (!read.ok()) return absl::DataLossError(absl::StrCat("cannot be read: ", read.message()));
   if (!ExtentFormat::HasHeader(memory)) {
     return absl::NotFoundError("the owner has evicted the block");
   }

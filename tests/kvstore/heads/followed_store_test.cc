@@ -23,11 +23,13 @@ using ::testing::SizeIs;
 class FollowedStoreTest : public DiskTierTest {
  protected:
   absl::Status Follow(std::chrono::milliseconds patience = std::chrono::seconds(30)) {
-    FollowedStoreOptions options = {.directory = directory_,
-                                    .shard = SmallShard(),
-                                    .capacity_bytes = 100 * store_.format.extent_bytes(),
-                                    .look_every = std::chrono::milliseconds(1),
-                                    .patience = patience};
+    FollowedStoreOptions options = {
+        .directory = directory_,
+        .shard = SmallShard(),
+        .capacity_bytes = 100 * store_.format.extent_bytes(),
+        .look_every = std::chrono::milliseconds(1),
+        .patience = patience,
+        .io = std::make_unique<FaultyFileIo>(MakeFileIo(IoEngine::kThreads), follower_.control)};
     auto opened = FollowStore(std::move(options));
     if (!opened.ok()) return opened.status();
     follower_.tier = *std::move(opened);
@@ -150,6 +152,22 @@ TEST_F(FollowedStoreTest, DamageIsFoundAndForgotten) {
   EXPECT_EQ(follower_.tier->stats().checksum_failures, 1);
   EXPECT_THAT(follower_.Names(), ElementsAre(2));
   EXPECT_TRUE(follower_.Read(2).ok());
+}
+
+TEST_F(FollowedStoreTest, AReadErrorIsTriedOnceMore) {
+  ASSERT_TRUE(store_.Open().ok());
+  for (uint32_t name = 0; name <= 20; ++name) ASSERT_TRUE(store_.Write(name).ok());
+  ASSERT_TRUE(Follow().ok());
+  follower_.control->Set({.read_error = 1});
+  EXPECT_EQ(follower_.Read(0).code(), absl::StatusCode::kDataLoss);
+  follower_.control->Set({.read_error = 0.3});
+  int64_t passed = 0;
+  for (uint32_t name = 1; name <= 20; ++name) {
+    const int64_t failed = follower_.tier->stats().failed_reads;
+    const absl::Status read = follower_.Read(name);
+    passed += read.ok() && follower_.tier->stats().failed_reads > failed ? 1 : 0;
+  }
+  EXPECT_GT(passed, 0) << "errors that passed";
 }
 
 TEST_F(FollowedStoreTest, AStoreOfAnotherModelOrVersionIsRefused) {
