@@ -128,7 +128,8 @@ struct Metrics::Series {
   Counter& preempted_loss = preemptions.Add({{"kind", "loss"}});
   Family<Counter>& resumed =
       Counters("kvasir_requests_resumed_total",
-               "Preempted requests that run again, by where they found blocks of theirs.");
+               "Requests that run again, preempted ones and those that a client resumes, by where "
+               "they found blocks of theirs.");
   Counter& resumed_host = resumed.Add({{"from", "host"}});
   Counter& resumed_disk = resumed.Add({{"from", "disk"}});
   Counter& resumed_peer = resumed.Add({{"from", "peer"}});
