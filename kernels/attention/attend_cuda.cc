@@ -74,7 +74,7 @@ AttendShape ShapeOf(const AttendLaunch& p) {
 
 int64_t AttendDecodeWorkspaceBytes(const KvLayout& layout, int64_t blocks, int64_t group) {
   return blocks * layout.num_kv_heads * MaxDecodeUnits(layout.num_kv_heads) * group *
-         (layout.head_dim + 2) * static_cast<int64_t>(sizeof(float));
+         (kPartialHead + layout.head_dim) * static_cast<int64_t>(sizeof(float));
 }
 
 absl::Status AttendDecode(const CudaAttendParams& params, const KvTensorMaps& maps,

@@ -40,8 +40,11 @@ struct AttendLaunch {
 // INVALID_ARGUMENT as in attend_cuda.h.
 absl::StatusOr<AttendLaunch> MakeAttendLaunch(const CudaAttendParams& params);
 
+// A partial state of decode: the maximum, the sum, nothing up to this offset, then the values.
+inline constexpr int kPartialHead = 4;
+
 struct DecodeScratch {
-  float* partials = nullptr;  // [rows, MaxDecodeUnits, group, 2 + head_dim]: maximum, sum, values
+  float* partials = nullptr;     // [rows, MaxDecodeUnits, group, kPartialHead + head_dim]
   uint32_t* arrivals = nullptr;  // [rows]: number of ended units; 0 before and after a call
 };
 

@@ -21,8 +21,9 @@ struct alignas(1024) DecodeMemory {
   std::byte query[PageShape<kHeadDim>::kHalves * hopper::kSwizzledGroupBytes];  // [8 heads][64]
                                                                                 // halves
   std::byte weights[hopper::kSwizzledGroupBytes];  // P: [8 heads][64 tokens]
-  float exchange[4][kHeads];                       // exchange between the warpgroup's warps
 };
+// Exchange between the warps of a warpgroup.
+using WarpExchange = float[4][kHeads];
 
 // A thread's part of a warpgroup's state: two heads (columns), and the rows of O that wgmma gives
 // it.
@@ -41,23 +42,23 @@ struct HeadRange {
   __device__ int size() const { return end - begin; }
 };
 
-// Loads the queries of some heads. Rows of absent heads are zero.
+// Loads the queries of some heads of selection row `row`, whose tile begins at row `first_row` of
+// q. Rows of absent heads are zero.
 template <int kHeadDim, Placement kPlacement>
-__device__ void LoadQuery(const AttendLaunch& p, const PageRun& run, const HeadRange& of_group,
-                          const ThreadPlace& me, std::byte* to) {
-  const int64_t kv_head = run.row % p.kv.layout.num_kv_heads;
+__device__ void LoadQuery(const AttendLaunch& p, int64_t row, int64_t first_row,
+                          const HeadRange& of_group, const ThreadPlace& me, std::byte* to) {
+  const int64_t kv_head = row % p.kv.layout.num_kv_heads;
   const int64_t heads = p.kv.layout.num_kv_heads * p.group;
   const __nv_bfloat16* first =
-      p.q + (run.tile.first_row * heads + kv_head * p.group + of_group.begin) * kHeadDim;
+      p.q + (first_row * heads + kv_head * p.group + of_group.begin) * kHeadDim;
   const auto query_of = [&](int head) {
     return head < of_group.size() ? first + head * kHeadDim : nullptr;
   };
   LoadQueryTile<kHeadDim, kHeads>(me, query_of, to);
   if constexpr (kPlacement != Placement::kCached) {
-    const int64_t own = run.tile.first_position;
-    const int64_t position = kPlacement == Placement::kGrouped
-                                 ? p.grouped.FarQuery(own)
-                                 : QueryPosition(p.headers[run.row], own);
+    const int64_t own = p.tiles[row / p.kv.layout.num_kv_heads].first_position;
+    const int64_t position = kPlacement == Placement::kGrouped ? p.grouped.FarQuery(own)
+                                                               : QueryPosition(p.headers[row], own);
     RotateTile<kHeadDim, kHeads>(
         p.rope, me.thread, kGroupThreads, [&](int) { return position; }, to);
     Synchronize(me);
@@ -131,7 +132,8 @@ __device__ float RowScale(const Ring& ring, int stage, int side, int row) {
 // Adds the stage's page. Only this warpgroup reads the stage, which it changes.
 template <int kHeadDim, Placement kPlacement, typename Ring>
 __device__ void AttendToPage(const AttendLaunch& p, Ring& ring, DecodeMemory<kHeadDim>& mine,
-                             const ThreadPlace& me, int stage, ThreadState<kHeadDim>& state) {
+                             WarpExchange& exchange, const ThreadPlace& me, int stage,
+                             ThreadState<kHeadDim>& state) {
   const uint64_t mask = ring.masks[stage];
   if (mask == 0) return;
   if constexpr (Ring::kCoded) {
@@ -151,7 +153,7 @@ __device__ void AttendToPage(const AttendLaunch& p, Ring& ring, DecodeMemory<kHe
     s[i] = attended[i / 2] ? s[i] * scale * p.scale * kLog2E : kMinusInfinity;
   }
   float page_max[2];
-  ColumnMax(me, mine.exchange, s, page_max);
+  ColumnMax(me, exchange, s, page_max);
   if (!Ring::kCoded && mask != ~uint64_t{0})
     ZeroMaskedValues(ring, stage, mask, me.thread, kGroupThreads);
   float offset[2];  // base of the exponent: a maximum, or 0 while there is no key

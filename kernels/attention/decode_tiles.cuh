@@ -1,4 +1,4 @@
-// Turns the items of a unit of decode attention into tiles of 64 tokens. A page with more than half
+// Turns the pages of a unit of decode attention into tiles of 64 tokens. A page with more than half
 // of its tokens attended to is a tile of its own, copied by the copy engine. The attended tokens of
 // the other pages are put side by side into tiles that many pages share; threads gather them token
 // by token. So the work follows the number of attended tokens, not of their pages.
@@ -6,28 +6,32 @@
 //   items    page, 8 tokens, 1 token, page, 2 tokens, 50 tokens, ...
 //   tiles    page | page | 50 tokens | 8 + 1 + 2 + ... | end | end | end
 //
-// For the producer warpgroup of attend_decode.cu. Its warps go through a unit in parallel: each
-// resolves all items, and copies its share of a page's boxes and of a gathered tile's rows.
+// A unit's last tile for a consumer says so. Where that was not known in time, or the consumer has
+// no tile of the unit, an end follows, without tokens.
+//
+// For the senders of attend_decode.cu, warps of the producer warpgroup. Each goes through all tiles
+// and copies its share of a page's boxes and of a gathered tile's rows.
 #pragma once
 
-#include "kernels/attention/page_pipeline.cuh"
+#include "kernels/attention/decode_tasks.cuh"
 
 namespace kvasir::kernels {
 
 inline constexpr int kConsumers = 3;  // warpgroups that take the tiles of a unit in turn
 inline constexpr int kTileTokens = static_cast<int>(kPageTokens);
-// Pages with at most this many attended tokens are gathered.
-inline constexpr int kMostGathered = kTileTokens / 2;
-inline constexpr int kProducerWarps = kGroupThreads / kWarpThreads;
+// The other warp of the producers finds tasks (decode_tasks.cuh).
+inline constexpr int kSenderWarps = kGroupThreads / kWarpThreads - 1;
 
-enum class TileKind : int { kPage, kTokens, kEnd };  // kEnd ends a unit for one consumer
+enum class TileKind : int { kPage, kTokens, kNone };
+// What a tile is the last of: the consumer's tiles of the unit, or all of them.
+enum class TileEnds : int { kNothing, kConsumer, kUnit };
 
 // Where the KV is quantized, a gathered token's scales come with their neighbours, as a word.
 template <int kStages>
 struct GatheredScales {
-  uint32_t words[kStages][2][kTileTokens];      // of K, V
-  uint8_t bytes[kStages][kTileTokens];          // place of the token's scale in its word
-  uint8_t tokens[kProducerWarps][kTileTokens];  // of `sources`, in their pages
+  uint32_t words[kStages][2][kTileTokens];    // of K, V
+  uint8_t bytes[kStages][kTileTokens];        // place of the token's scale in its word
+  uint8_t tokens[kSenderWarps][kTileTokens];  // of `sources`, in their pages
 };
 
 template <int kHeadDim, int kStageCount, bool kHasCodes, typename Positions>
@@ -36,8 +40,9 @@ struct alignas(1024) TileRing : PageRing<kHeadDim, kStageCount, kHasCodes, Posit
 
   TileKind kinds[kStageCount];
   int places[kStageCount];  // the tile's number in its unit, mod kConsumers
+  TileEnds ends[kStageCount];
   int32_t gathered_positions[kStageCount][kTileTokens];  // where keys are rotated
-  int32_t sources[kProducerWarps][kTileTokens];          // copy rows of a gathered tile, ~row in
+  int32_t sources[kSenderWarps][kTileTokens];            // copy rows of a gathered tile, ~row in
                                                          // the host tier
   std::conditional_t<kHasCodes, GatheredScales<kStageCount>, NoScales> gathered_scales;
 
@@ -51,55 +56,54 @@ struct alignas(1024) TileRing : PageRing<kHeadDim, kStageCount, kHasCodes, Posit
     return static_cast<uint8_t>(word >> (8 * gathered_scales.bytes[stage][row]));
   }
   __device__ void Init() {
-    // The producers' threads arrive at `full`, and one of them again when all is written.
-    Pages::Init(kGroupThreads / kWarpThreads, kGroupThreads + 1);
+    // The senders' threads arrive at `full`, and one of them again when all is written.
+    Pages::Init(kGroupThreads / kWarpThreads, kSenderWarps * kWarpThreads + 1);
   }
 };
 
 template <Placement kPlacement, typename Ring>
-class TileProducer {
-  using Page = ResolvedPage<kPlacement>;
+class TileSender {
+  using Page = PageSource<kPlacement>;
 
  public:
-  __device__ TileProducer(const AttendLaunch& p, const KvTensorMaps& maps, Ring& ring)
+  __device__ TileSender(const AttendLaunch& p, const KvTensorMaps& maps, Ring& ring)
       : p_(p),
         maps_(maps),
         ring_(ring),
         warp_(static_cast<int>(threadIdx.x) % kGroupThreads / kWarpThreads),
         lane_(static_cast<int>(threadIdx.x) % kWarpThreads) {}
 
-  // Sends the unit's tiles and ends through the ring. Called by all threads.
-  __device__ void Produce(const PageRun& run) {
-    tile_ = 0;
-    const int64_t stride = kWarpThreads * run.step;  // of the items of the lanes
-    bool gathers = false;
-    Page own;
-    Page next = Resolve(run, run.begin);
-    for (int64_t first = run.begin; first < run.end; first += stride) {
-      own = next;
-      next = Resolve(run, first + stride);
-      SendPages(own);
-      if (warp_ == 0) Claim(run, own);
-      gathers = __any_sync(kAllLanes, IsGathered(own)) || gathers;
+  // Sends what the chunk has of unit `unit` of its task. Called by all threads of the senders.
+  __device__ void Send(const Chunk<kPlacement>& chunk, int unit) {
+    if (chunk.flags.begins) tile_ = 0;
+    const Page& own = chunk.pages[lane_];
+    const unsigned lanes = chunk.task.LanesOf(unit);
+    const bool is_gathered = IsGathered(own);
+    const bool is_tile = own.mask != 0 && !is_gathered;
+    const unsigned tiles = chunk.flags.has_pages ? __ballot_sync(kAllLanes, is_tile) & lanes : 0;
+    const bool gathers =
+        chunk.flags.has_tokens && (__ballot_sync(kAllLanes, is_gathered) & lanes) != 0;
+    const bool knows_last = chunk.flags.ends && !gathers && rows_ == 0;
+    int ended = 0;  // consumers that know that the unit has ended
+    for (unsigned rest = tiles; rest != 0; rest &= rest - 1) {
+      const bool is_last = knows_last && __popc(rest) <= kConsumers;
+      if (is_last) ++ended;
+      SendPage(chunk.pages[__ffs(static_cast<int>(rest)) - 1], EndsAt(is_last, ended));
     }
-    if (gathers) GatherTokens(run, own, stride);
-    for (int i = 0; i < kConsumers; ++i) SendEnd();
+    if (gathers) Gather(own, lanes);
+    if (!chunk.flags.ends) return;
+    if (rows_ > 0) Close(rows_);
+    while (ended < kConsumers) SendEnd(EndsAt(true, ++ended));
   }
 
  private:
   using Shape = typename Ring::Shape;
   static constexpr bool kRotates = kPlacement != Placement::kCached;
 
-  __device__ static bool IsGathered(const Page& page) {
-    return page.mask != 0 && CountBits(page.mask) <= kMostGathered;
-  }
-
-  // Resolves the lane's item among those from `first` on. An absent page has no tokens.
-  __device__ Page Resolve(const PageRun& run, int64_t first) const {
-    return ResolveItem<kPlacement>(p_, maps_, run, first + lane_ * run.step);
-  }
-  __device__ void Claim(const PageRun& run, Page page) const {
-    ClaimPage(p_, run, page, IsGathered(page) ? CountBits(page.mask) : CopiedTokens(page.mask));
+  // `ended` consumers, the tile's among them if it is its last, know that the unit has ended.
+  __device__ static TileEnds EndsAt(bool is_last, int ended) {
+    if (!is_last) return TileEnds::kNothing;
+    return ended == kConsumers ? TileEnds::kUnit : TileEnds::kConsumer;
   }
 
   // --- a tile: Begin, copies, End ---
@@ -108,44 +112,41 @@ class TileProducer {
   // another.
   __device__ void Begin() { hopper::BarrierWait(&ring_.empty[at_.stage], at_.parity ^ 1); }
   // Called by one thread, before its arrival.
-  __device__ void Describe(TileKind kind, uint64_t mask) {
+  __device__ void Describe(TileKind kind, uint64_t mask, TileEnds ends) {
     ring_.kinds[at_.stage] = kind;
     ring_.masks[at_.stage] = mask;
     ring_.places[at_.stage] = tile_ % kConsumers;
+    ring_.ends[at_.stage] = ends;
   }
   __device__ void End() {
     at_.Next();
     ++tile_;
   }
 
-  __device__ void SendPages(const Page& own) {
-    const bool is_tile = own.mask != 0 && own.tier != PageTier::kAbsent && !IsGathered(own);
-    for (unsigned rest = __ballot_sync(kAllLanes, is_tile); rest != 0; rest &= rest - 1) {
-      const Page page = ShareResolved<kPlacement>(own, __ffs(static_cast<int>(rest)) - 1);
-      Begin();
-      if (lane_ == 0) hopper::BarrierArrive(&ring_.full[at_.stage], kWarpThreads);
-      if (warp_ == 0 && lane_ == 0) {
-        Describe(TileKind::kPage, page.mask);
-        if constexpr (kRotates) ring_.key_positions[at_.stage] = page.positions;
-        if constexpr (Ring::kCoded) {
-          CopyPage(ring_, at_.stage, maps_, page);
-        } else {
-          ExpectPage(ring_, at_.stage, page.mask);
-        }
+  __device__ void SendPage(const Page& page, TileEnds ends) {
+    Begin();
+    if (lane_ == 0) hopper::BarrierArrive(&ring_.full[at_.stage], kWarpThreads);
+    const bool is_whole = Ring::kCoded || page.mask == ~uint64_t{0};
+    if (warp_ == 0 && lane_ == 0) {
+      Describe(TileKind::kPage, page.mask, ends);
+      if constexpr (kRotates) ring_.key_positions[at_.stage] = page.positions;
+      if (is_whole) {
+        CopyPage(ring_, at_.stage, maps_, page);
+      } else {
+        ExpectPage(ring_, at_.stage, page.mask);
       }
-      for (int box = warp_; !Ring::kCoded && lane_ == 0 && box < Shape::kBoxes;
-           box += kProducerWarps) {
-        CopyBoxOfPage(ring_, at_.stage, maps_, page, box);
-      }
-      End();
     }
+    for (int box = warp_; !is_whole && lane_ == 0 && box < Shape::kBoxes; box += kSenderWarps) {
+      CopyBoxOfPage(ring_, at_.stage, maps_, page, box);
+    }
+    End();
   }
 
-  __device__ void SendEnd() {
+  __device__ void SendEnd(TileEnds ends) {
     Begin();
     if (lane_ == 0) hopper::BarrierArrive(&ring_.full[at_.stage], kWarpThreads);
     if (warp_ == 0 && lane_ == 0) {
-      Describe(TileKind::kEnd, 0);
+      Describe(TileKind::kNone, 0, ends);
       hopper::BarrierArrive(&ring_.full[at_.stage]);
     }
     End();
@@ -153,27 +154,17 @@ class TileProducer {
 
   // --- gathered tiles ---
 
-  // `last` holds the lanes' last items of the run: all items, when the run has no more.
-  __device__ void GatherTokens(const PageRun& run, const Page& last, int64_t stride) {
-    int rows = 0;  // rows of the open tile
-    for (int64_t first = run.begin; first < run.end; first += stride) {
-      const bool is_last = first + stride >= run.end;
-      rows = Gather(is_last ? last : Resolve(run, first), rows);
-    }
-    if (rows > 0) Close(rows);
-  }
-
-  // Adds the tokens of the lanes' gathered pages to the open tile, which has `begin` rows, and to
-  // further tiles as these fill up. Returns the number of rows of the tile that is then open.
-  __device__ int Gather(const Page& own, int begin) {
-    const bool takes_part = own.tier != PageTier::kAbsent && IsGathered(own);
-    uint64_t rest = takes_part ? own.mask : 0;
+  // Adds the tokens of the given lanes' gathered pages to the open tile, and to further tiles as
+  // these fill up.
+  __device__ void Gather(const Page& own, unsigned lanes) {
+    uint64_t rest = IsGathered(own) && (lanes >> lane_ & 1) != 0 ? own.mask : 0;
     const int tokens = CountBits(rest);
     int end = tokens;  // of the rows of the lane and of the lanes before it
     for (int distance = 1; distance < kWarpThreads; distance *= 2) {
       const int before = __shfl_up_sync(kAllLanes, end, distance);
       if (lane_ >= distance) end += before;
     }
+    int begin = rows_;
     int row = begin + end - tokens;
     int rows = begin + __shfl_sync(kAllLanes, end, kWarpThreads - 1);
     while (rows > begin) {
@@ -182,13 +173,13 @@ class TileProducer {
       __syncwarp();
       CopyRows(begin, min(rows, kTileTokens));
       __syncwarp();  // before the next rows are named
-      if (rows < kTileTokens) return rows;
+      if (rows < kTileTokens) break;
       Close(kTileTokens);
       begin = 0;
       row -= kTileTokens;
       rows -= kTileTokens;
     }
-    return begin;
+    rows_ = rows;
   }
 
   // Makes the first token of `rest` row `row` of the tile.
@@ -214,7 +205,7 @@ class TileProducer {
     const int64_t row_bytes = p_.kv.layout.row_bytes();
     const int part = lane_ % kRowParts;
     for (int row = begin + warp_ * kRowsAtOnce + lane_ / kRowParts; row < end;
-         row += kProducerWarps * kRowsAtOnce) {
+         row += kSenderWarps * kRowsAtOnce) {
       const int32_t source = ring_.sources[warp_][row];
       const std::byte* base = source < 0 ? maps_.host.base : maps_.device.base;
       const std::byte* key = base + int64_t{source < 0 ? ~source : source} * row_bytes + part * 16;
@@ -245,9 +236,10 @@ class TileProducer {
   __device__ void Close(int rows) {
     hopper::BarrierArriveOnCopies(&ring_.full[at_.stage]);
     if (warp_ == 0 && lane_ == 0) {
-      Describe(TileKind::kTokens, TokenMask(0, rows));
+      Describe(TileKind::kTokens, TokenMask(0, rows), TileEnds::kNothing);
       hopper::BarrierArrive(&ring_.full[at_.stage]);
     }
+    rows_ = 0;
     End();
   }
 
@@ -258,6 +250,7 @@ class TileProducer {
   const int lane_;
   RingPosition<Ring::kStages> at_;
   int tile_ = 0;  // in the unit
+  int rows_ = 0;  // of the open gathered tile
 };
 
 }  // namespace kvasir::kernels

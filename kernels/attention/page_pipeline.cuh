@@ -124,14 +124,19 @@ __device__ inline unsigned PiecesOf(uint64_t mask) {
   return __popc(pieces) > kMostPieces ? (1u << kPagePieces) - 1 : pieces;
 }
 
+// What is copied of a page.
 template <Placement kPlacement>
-struct ResolvedPage {
-  uint64_t mask = 0;     // 0: nothing to read
-  int32_t page = 0;      // of the sequence
-  int64_t index = 0;     // in the store's tables
-  int32_t copy_row = 0;  // number of rows before it in its arena
-  PageTier tier = PageTier::kAbsent;
+struct PageSource {
+  uint64_t mask = 0;                   // 0: nothing to read
   KeyPositions<kPlacement> positions;  // where keys are rotated; grouped: for the first query
+  int32_t copy_row = 0;                // number of rows before it in its arena
+  PageTier tier = PageTier::kAbsent;
+};
+
+template <Placement kPlacement>
+struct ResolvedPage : PageSource<kPlacement> {
+  int32_t page = 0;   // of the sequence
+  int64_t index = 0;  // in the store's tables
 };
 
 template <Placement kPlacement>
@@ -209,6 +214,7 @@ __device__ ResolvedPage<kPlacement> ShareResolved(const ResolvedPage<kPlacement>
 __device__ inline void PrefetchMaps(const KvTensorMaps& maps) {
   for (const KvTensorMaps::Arena* arena : {&maps.device, &maps.host}) {
     if (arena->base == nullptr) continue;
+    hopper::PrefetchTensorMap(&arena->whole);
     hopper::PrefetchTensorMap(&arena->pages);
     hopper::PrefetchTensorMap(&arena->pieces);
   }
@@ -225,7 +231,7 @@ __device__ void ExpectPage(Ring& ring, int stage, uint64_t mask) {
 }
 template <typename Ring, Placement kPlacement>
 __device__ void CopyBoxOfPage(Ring& ring, int stage, const KvTensorMaps& maps,
-                              const ResolvedPage<kPlacement>& page, int box) {
+                              const PageSource<kPlacement>& page, int box) {
   using Shape = typename Ring::Shape;
   const KvTensorMaps::Arena& arena = page.tier == PageTier::kHost ? maps.host : maps.device;
   const unsigned pieces = PiecesOf(page.mask);
@@ -245,7 +251,7 @@ __device__ void CopyBoxOfPage(Ring& ring, int stage, const KvTensorMaps& maps,
 }
 template <typename Ring, Placement kPlacement>
 __device__ void CopyPage(Ring& ring, int stage, const KvTensorMaps& maps,
-                         const ResolvedPage<kPlacement>& page) {
+                         const PageSource<kPlacement>& page) {
   if constexpr (Ring::kCoded) {
     const std::byte* const base = page.tier == PageTier::kHost ? maps.host.base : maps.device.base;
     CopyCodes(ring, stage, base + int64_t{page.copy_row} * Ring::Shape::kDim, PiecesOf(page.mask));

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "kernels/base/host_device.h"
 #include "kernels/paged/compact_positions.h"
@@ -158,6 +159,22 @@ KVASIR_HOST_DEVICE inline int64_t NumDecodeUnits(int64_t num_items, int64_t num_
   if (num_items == 0) return 1;  // the unit that writes the result of an empty row
   const int64_t worth = (num_items + kDecodeUnitItems - 1) / kDecodeUnitItems;
   return worth < units ? worth : units;
+}
+
+// Returns how many units of a row of `units` units a CTA should take at once, where `rows` such
+// rows are shared by `ctas` CTAs. A CTA loses about half a unit's time between two such tasks, and
+// all wait for the one with the most. Changes no bits: each unit is attended to by itself.
+inline int64_t DecodeUnitsAtOnce(int64_t rows, int64_t units, int64_t ctas) {
+  int64_t best = 1;
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (int64_t at_once = 1; at_once <= units; ++at_once) {
+    const int64_t tasks = rows * ((units + at_once - 1) / at_once);
+    const int64_t half_units = (tasks + ctas - 1) / ctas * (2 * at_once + 1);
+    if (half_units > least) continue;
+    least = half_units;
+    best = at_once;
+  }
+  return best;
 }
 
 }  // namespace kvasir::kernels

@@ -25,6 +25,7 @@ template <int kHeadDim, bool kCoded>
 struct alignas(1024) SharedMemory {
   PageRing<kHeadDim, kStages, kCoded> ring;
   DecodeMemory<kHeadDim> consumer;
+  WarpExchange exchange;
   int orders[kStages];        // of the pages in the ring
   int stop;                   // the first order that is not needed; kNever: all are
   int steps;                  // pages with tokens, up to the last that may stay unread
@@ -274,8 +275,8 @@ __device__ void Consume(const ArtLaunch& p, const Reading& reading, bool is_watc
                         SharedMemory<kHeadDim, kCoded>& shared) {
   const ThreadPlace me = MyPlace();
   const int64_t patience = p.numbers[reading.run.row / p.kv.layout.num_kv_heads].patience;
-  LoadQuery<kHeadDim, kPlacement>(p, reading.run, {.end = static_cast<int>(p.group)}, me,
-                                  shared.consumer.query);
+  LoadQuery<kHeadDim, kPlacement>(p, reading.run.row, reading.run.tile.first_row,
+                                  {.end = static_cast<int>(p.group)}, me, shared.consumer.query);
   ThreadState<kHeadDim> state;
   Watch<kHeadDim> watch;
   Guard guard = {.sums = p.unread + reading.run.row * (p.kv.max_blocks_per_slot + 1) * p.group};
@@ -286,7 +287,8 @@ __device__ void Consume(const ArtLaunch& p, const Reading& reading, bool is_watc
     if (shared.ring.masks[at.stage] == 0) break;
     const int order = shared.orders[at.stage];
     if (order < stop || order >= reading.skip_end) {
-      AttendToPage<kHeadDim, kPlacement>(p, shared.ring, shared.consumer, me, at.stage, state);
+      AttendToPage<kHeadDim, kPlacement>(p, shared.ring, shared.consumer, shared.exchange, me,
+                                         at.stage, state);
       const int next = order + 1;
       const bool is_page = order >= reading.first && order != reading.half;
       if (is_watched && is_page && next < reading.skip_end &&

@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/attention/attend_kernel.h"
+#include "kernels/base/multiprocessors.h"
 #include "kernels/paged/row_items.h"
 #include "tests/kernels/attention/attend_cuda_fixture.h"
 #include "tests/support/case_name.h"
@@ -221,38 +223,60 @@ TEST_P(AttendCudaTest, AbsentPagesSetTheFaultOfTheirSlotOnly) {
   EXPECT_EQ(batch.fault(1), 1);
 }
 
-// Units of several tiles, and several units for a CTA.
+// A row's units are tasks of their own where it is alone. Among others, a task has several of them,
+// or all.
 TEST_P(AttendCudaTest, ARowHasTheSameBitsAloneAndAmongOthers) {
-  constexpr int64_t kRows = 4;
-  const int64_t tokens = 2500;
+  struct Batch {
+    int64_t rows;
+    int64_t tokens;
+    bool has_whole_rows;
+  };
   AttentionShape shape = Shape();
   shape.kv_heads = 16;
-  AttentionBatch batch(shape, kRows, tokens, 14);
-  for (int64_t slot = 0; slot < kRows; ++slot) {
-    batch.FillContext(slot, tokens);
-    const int64_t position = tokens - 1 - slot * 100;
-    if (slot % 2 == 0) {
-      batch.AddBlock(slot, position, 1);
-    } else {
-      batch.AddBlock(slot, position, 1, [&](int64_t) { return RandomList(batch.rng(), position); });
+  int processors = 0;
+  ASSERT_EQ(CountMultiprocessors(processors), cudaSuccess);
+  const int64_t ctas = PlanAttendDecode({.group = shape.group}, processors).ctas;
+  for (const Batch& some : {Batch{.rows = 4, .tokens = 2500, .has_whole_rows = false},
+                            Batch{.rows = 8, .tokens = 1300, .has_whole_rows = true}}) {
+    SCOPED_TRACE(some.rows);
+    AttentionBatch batch(shape, some.rows, some.tokens, 14);
+    for (int64_t slot = 0; slot < some.rows; ++slot) {
+      batch.FillContext(slot, some.tokens);
+      const int64_t position = some.tokens - 1 - slot * 60;
+      if (slot % 2 == 0) {
+        batch.AddBlock(slot, position, 1);
+      } else {
+        batch.AddBlock(slot, position, 1,
+                       [&](int64_t) { return RandomList(batch.rng(), position); });
+      }
     }
+    const int64_t units =
+        NumDecodeUnits(NumberItems({}, some.tokens - 1).num_items, shape.kv_heads);
+    const auto at_once = [&](int64_t rows) {
+      return DecodeUnitsAtOnce(rows * shape.kv_heads, units, ctas);
+    };
+    if (ctas >= 128) {
+      ASSERT_EQ(at_once(1), 1) << "a premise";
+      ASSERT_GT(at_once(some.rows), 1) << "a premise";
+      ASSERT_EQ(at_once(some.rows) == units, some.has_whole_rows) << "a premise";
+    }
+    ASSERT_TRUE(DeviceAttentionBatch(batch).Run(Decode).ok());
+    const std::vector<float> together = Outputs(batch);
+    ASSERT_TRUE(DeviceAttentionBatch(batch)
+                    .Run([](CudaAttendParams params, const KvTensorMaps& maps) -> absl::Status {
+                      const int64_t heads = params.kv.layout.num_kv_heads;
+                      for (size_t row = 0; row < params.tiles.size(); ++row) {
+                        CudaAttendParams alone = params;
+                        alone.tiles = params.tiles.subspan(row, 1);
+                        alone.selection =
+                            params.selection.Rows(static_cast<int64_t>(row) * heads, heads);
+                        KVASIR_RETURN_IF_ERROR(Decode(alone, maps));
+                      }
+                      return absl::OkStatus();
+                    })
+                    .ok());
+    EXPECT_EQ(together, Outputs(batch));
   }
-  ASSERT_TRUE(DeviceAttentionBatch(batch).Run(Decode).ok());
-  const std::vector<float> together = Outputs(batch);
-  ASSERT_TRUE(DeviceAttentionBatch(batch)
-                  .Run([](CudaAttendParams params, const KvTensorMaps& maps) -> absl::Status {
-                    const int64_t heads = params.kv.layout.num_kv_heads;
-                    for (size_t row = 0; row < kRows; ++row) {
-                      CudaAttendParams alone = params;
-                      alone.tiles = params.tiles.subspan(row, 1);
-                      alone.selection =
-                          params.selection.Rows(static_cast<int64_t>(row) * heads, heads);
-                      KVASIR_RETURN_IF_ERROR(Decode(alone, maps));
-                    }
-                    return absl::OkStatus();
-                  })
-                  .ok());
-  EXPECT_EQ(together, Outputs(batch));
 }
 
 TEST_P(AttendCudaTest, CountsWhatRowsAttendTo) {

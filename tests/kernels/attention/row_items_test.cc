@@ -149,5 +149,28 @@ TEST(RowItems, EveryUnitHasAnItemAndTheyStayWithinTheLimit) {
   }
 }
 
+TEST(RowItems, ABatchIsCutIntoTasksThatEndTogether) {
+  constexpr int64_t kCtas = 132;
+  for (int64_t units = 1; units <= 16; ++units) {
+    EXPECT_EQ(DecodeUnitsAtOnce(8, units, kCtas), 1) << "a stream: a CTA for each unit";
+  }
+  EXPECT_EQ(DecodeUnitsAtOnce(64, 16, kCtas), 8) << "128 tasks";
+  EXPECT_EQ(DecodeUnitsAtOnce(128, 5, kCtas), 5) << "a row for each CTA";
+  EXPECT_EQ(DecodeUnitsAtOnce(512, 5, kCtas), 5);
+  EXPECT_EQ(DecodeUnitsAtOnce(192, 4, kCtas), 2) << "whole rows would be two of them for some CTAs";
+  for (const int64_t rows : {1, 7, 64, 100, 192, 512, 2048}) {
+    for (int64_t units = 1; units <= 128; ++units) {
+      const int64_t at_once = DecodeUnitsAtOnce(rows, units, kCtas);
+      ASSERT_GE(at_once, 1);
+      ASSERT_LE(at_once, units);
+      const auto most_units = [&](int64_t of_task) {
+        const int64_t tasks = rows * ((units + of_task - 1) / of_task);
+        return (tasks + kCtas - 1) / kCtas * of_task;
+      };
+      EXPECT_LE(2 * most_units(at_once), 3 * most_units(1)) << rows << " rows of " << units;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace kvasir::kernels
