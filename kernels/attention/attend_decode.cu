@@ -43,7 +43,7 @@ struct alignas(1024) SharedMemory {
   Queue<Chunk<kPlacement>> chunks;
   DecodeMemory<kHeadDim> consumers[kConsumers];
   WarpExchange exchange[kConsumers];
-  // Of a unit, by the place of the consumer's tiles in it.
+  // A unit's, by the place of the consumer's tiles in it.
   UnitPartial<kHeadDim> partials[kConsumers][kHeads];
   uint64_t left;              // the consumers that do not merge them have left their partials
   uint64_t merged;            // the partials have been read

@@ -23,7 +23,7 @@ inline constexpr int kTileTokens = static_cast<int>(kPageTokens);
 inline constexpr int kSenderWarps = kGroupThreads / kWarpThreads - 1;
 
 enum class TileKind : int { kPage, kTokens, kNone };
-// What a tile is the last of: the consumer's tiles of the unit, or all of them.
+// A tile may be the last of the consumer's tiles of the unit, or of all.
 enum class TileEnds : int { kNothing, kConsumer, kUnit };
 
 // Where the KV is quantized, a gathered token's scales come with their neighbours, as a word.

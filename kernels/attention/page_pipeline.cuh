@@ -124,7 +124,7 @@ __device__ inline unsigned PiecesOf(uint64_t mask) {
   return __popc(pieces) > kMostPieces ? (1u << kPagePieces) - 1 : pieces;
 }
 
-// What is copied of a page.
+// The part of a page that is copied.
 template <Placement kPlacement>
 struct PageSource {
   uint64_t mask = 0;                   // 0: nothing to read
