@@ -38,8 +38,8 @@ class KvCacheDType(unittest.TestCase):
 
     def test_an_answer_is_the_same_wherever_its_kv_comes_from(self):
         for dtype in ("fp8", "int8"):
-            store = self.folder / dtype
             for ranks in (1, 2):
+                store = self.folder / f"{dtype}-{ranks}"  # ranks of another number would find what is in it
                 with self.subTest(dtype=dtype, ranks=ranks):
                     flags = [f"--kv-disk-path={store}", "--kv-disk-size-gb=1", f"--tensor-parallel-size={ranks}"]
                     with self.serve(dtype, *flags) as service:
