@@ -8,6 +8,7 @@
 // same tokens as a walk of SelectedPages (page_selection.h).
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 
@@ -161,13 +162,16 @@ KVASIR_HOST_DEVICE inline int64_t NumDecodeUnits(int64_t num_items, int64_t num_
   return worth < units ? worth : units;
 }
 
+// More units seldom have so few items that a warp looks them up at once.
+inline constexpr int64_t kMostUnitsAtOnce = 8;
+
 // Returns how many units of a row of `units` units a CTA should take at once, where `rows` such
 // rows are shared by `ctas` CTAs. A CTA loses about half a unit's time between two such tasks, and
 // all wait for the one with the most. Changes no bits: each unit is attended to by itself.
 inline int64_t DecodeUnitsAtOnce(int64_t rows, int64_t units, int64_t ctas) {
   int64_t best = 1;
   int64_t least = std::numeric_limits<int64_t>::max();
-  for (int64_t at_once = 1; at_once <= units; ++at_once) {
+  for (int64_t at_once = 1; at_once <= std::min(units, kMostUnitsAtOnce); ++at_once) {
     const int64_t tasks = rows * ((units + at_once - 1) / at_once);
     const int64_t half_units = (tasks + ctas - 1) / ctas * (2 * at_once + 1);
     if (half_units > least) continue;

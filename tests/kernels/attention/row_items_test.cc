@@ -1,5 +1,6 @@
 #include "kernels/paged/row_items.h"
 
+#include <algorithm>
 #include <gtest/gtest.h>
 #include <map>
 #include <random>
@@ -162,7 +163,7 @@ TEST(RowItems, ABatchIsCutIntoTasksThatEndTogether) {
     for (int64_t units = 1; units <= 128; ++units) {
       const int64_t at_once = DecodeUnitsAtOnce(rows, units, kCtas);
       ASSERT_GE(at_once, 1);
-      ASSERT_LE(at_once, units);
+      ASSERT_LE(at_once, std::min(units, kMostUnitsAtOnce));
       const auto most_units = [&](int64_t of_task) {
         const int64_t tasks = rows * ((units + of_task - 1) / of_task);
         return (tasks + kCtas - 1) / kCtas * of_task;
