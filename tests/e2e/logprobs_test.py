@@ -110,16 +110,18 @@ class OneRank(unittest.TestCase):
             self.assertIn("sampling.prompt_logprobs", refused.exception.details())
 
     def test_texts_of_tokens(self):
-        answer = self.service.generate("ä漢🦊" * 40, max_tokens=20, ignore_eos=True, logprobs=20, logprobs_text=True,
-                                       temperature=2.0, seed=1, skip_special_tokens=False)
-        joined, parts = b"", 0
-        for logprobs in answer.logprobs:
-            joined += logprobs.token.text.encode() or logprobs.token.part
-            for top in logprobs.top:
-                self.assertIsNotNone(top.token.WhichOneof("content"))
-                parts += top.token.WhichOneof("content") == "part"
-        self.assertEqual(joined.decode(errors="replace"), answer.text)
-        self.assertGreater(parts, 0, "premise: some of 400 likely tokens are parts of characters")
+        parts = 0
+        for seed in range(8):
+            answer = self.service.generate("ä漢🦊" * 40, max_tokens=20, ignore_eos=True, logprobs=20, logprobs_text=True,
+                                           temperature=2.0, seed=seed, skip_special_tokens=False)
+            joined = b""
+            for logprobs in answer.logprobs:
+                joined += logprobs.token.text.encode() or logprobs.token.part
+                for top in logprobs.top:
+                    self.assertIsNotNone(top.token.WhichOneof("content"))
+                    parts += top.token.WhichOneof("content") == "part"
+            self.assertEqual(joined.decode(errors="replace"), answer.text)
+        self.assertGreater(parts, 0, "premise: some of 3,200 likely tokens are parts of characters")
         plain = self.service.generate("hi", max_tokens=1, ignore_eos=True, logprobs=1)
         self.assertFalse(plain.logprobs[0].HasField("token"))
 

@@ -123,13 +123,12 @@ class EveryDoor(unittest.TestCase):
             kills += 1
             for response in stream:
                 self.assertFalse(response.tokens.token_ids, "the machine is too fast for this test: it answered")
-                if not response.progress.waits_for_worker:
-                    continue
-                if kills < 3:
+                # A fast machine may read some of the prompt between two kills, and the count of losses begins again.
+                if response.progress.waits_for_worker and kills < 30:
                     self.wait_until(lambda: self.service.metric("kvasir_num_requests_running"), "it does not run")
                     self.group.kill(0)
                     kills += 1
-        self.assertEqual(kills, 3)
+        self.assertGreaterEqual(kills, 3)
         self.assertEqual(raised.exception.code(), grpc.StatusCode.UNAVAILABLE)
         self.assertIn("lost 3 times in a row", raised.exception.details())
         self.wait_until(lambda: ask(self.service, "GET", "/health").status == 200, "the group was not formed again")
