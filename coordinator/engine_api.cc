@@ -27,10 +27,10 @@ uint64_t Random64() {
 CallerNeeds NeedsOf(const ParsedRequest& request, const GroupInfo& group) {
   int64_t block_bytes = 0;
   for (const v1::Ready& rank : group.ranks) block_bytes += static_cast<int64_t>(rank.block_bytes());
-  const int64_t prompt_tokens = std::ssize(request.prompt);
-  const int64_t tokens = prompt_tokens + request.max_tokens - 1;
+  const int64_t tokens = std::ssize(request.prompt) + request.max_tokens - 1;
   const int64_t blocks = (tokens + kvstore::kBlockTokens - 1) / kvstore::kBlockTokens;
-  return {.prompt_tokens = prompt_tokens,
+  // A resumed answer is read like a prompt.
+  return {.prompt_tokens = std::ssize(request.prompt) + std::ssize(request.told),
           .max_tokens = request.max_tokens,
           .kv_bytes = blocks * block_bytes};
 }

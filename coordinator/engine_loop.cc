@@ -63,7 +63,7 @@ void EngineLoop::Submit(std::unique_ptr<Request> request) {
   {
     MutexLock lock(mu_);
     refused = NotServing();
-    if (refused.ok()) refused = inbox_.CheckRoom(request->prompt_tokens());
+    if (refused.ok()) refused = inbox_.CheckRoom(request->given_tokens());
     if (refused.ok()) {
       ++live_requests_;
       inbox_.Add(std::move(request));

@@ -30,7 +30,7 @@ absl::Status Inbox::CheckRoom(int64_t prompt_tokens) const {
 }
 
 void Inbox::Add(std::unique_ptr<Request> request) {
-  contents_.submitted_tokens += request->prompt_tokens();
+  contents_.submitted_tokens += request->given_tokens();
   contents_.submitted.push_back(std::move(request));
 }
 
@@ -42,7 +42,7 @@ std::unique_ptr<Request> Inbox::Take(SequenceId id) {
   if (found == submitted.end()) return nullptr;
   std::unique_ptr<Request> request = std::move(*found);
   submitted.erase(found);
-  contents_.submitted_tokens -= request->prompt_tokens();
+  contents_.submitted_tokens -= request->given_tokens();
   return request;
 }
 

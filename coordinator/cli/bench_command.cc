@@ -102,7 +102,7 @@ LoadSummary Summarize(const std::vector<TimedStream>& streams, absl::Duration wa
     const v1::Usage& usage = stream.finish.usage();
     load.prompt_tokens += usage.prompt_tokens();
     load.cached_tokens += usage.cached_tokens().device() + usage.cached_tokens().host() +
-                          usage.cached_tokens().disk();
+                          usage.cached_tokens().disk() + usage.cached_tokens().peer();
   }
   return load;
 }

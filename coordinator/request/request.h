@@ -48,8 +48,9 @@ class Request {
 
   SequenceId sequence() const { return sequence_; }
   TimePoint arrival() const { return accepted_.origin.arrived; }
-  // REQUIRES: before TakeSpec.
-  int64_t prompt_tokens() const { return static_cast<int64_t>(spec_->prompt.size()); }
+  // Tokens that it brings: the prompt, and what an answer that it resumes had. REQUIRES: before
+  // TakeSpec.
+  int64_t given_tokens() const { return std::ssize(spec_->prompt) + std::ssize(spec_->answer); }
   // Moves out the spec for the scheduler. Called once.
   SequenceSpec TakeSpec();
 

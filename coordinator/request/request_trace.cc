@@ -164,7 +164,8 @@ void AddParts(const v1::Finish& summary, absl::Duration total, Spans& spans) {
   SetSeconds("time_in_queue", queue, spans.whole());
   spans.AddPart("queue", absl::ZeroDuration(), queue - restore);
   if (timing.has_restore()) {
-    SetAttribute("kvasir.restored_tokens", int64_t{summary.usage().cached_tokens().disk()},
+    const v1::CachedTokens& cached = summary.usage().cached_tokens();
+    SetAttribute("kvasir.restored_tokens", int64_t{cached.disk()} + int64_t{cached.peer()},
                  spans.AddPart("restore", queue - restore, queue));
   }
   if (!timing.has_time_to_first_token()) {

@@ -54,7 +54,7 @@ absl::StatusOr<std::unique_ptr<Scheduler>> Scheduler::Create(
 
 absl::Status Scheduler::Add(SequenceSpec spec) {
   KVASIR_CHECK(!spec.prompt.empty() && spec.max_tokens >= 1);
-  KVASIR_RETURN_IF_ERROR(CheckQueue(static_cast<int64_t>(spec.prompt.size())));
+  KVASIR_RETURN_IF_ERROR(CheckQueue(std::ssize(spec.prompt) + std::ssize(spec.answer)));
   const PrefixHash scope = ScopeOf(spec);
   auto sequence = std::make_unique<Sequence>(std::move(spec), scope);
   KVASIR_RETURN_IF_ERROR(CheckFits(*sequence));

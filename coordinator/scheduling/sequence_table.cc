@@ -36,7 +36,9 @@ std::vector<Sequence*> SequenceTable::OldestFirst() const {
 
 int64_t SequenceTable::waiting_tokens() const {
   int64_t tokens = 0;
-  for (const Sequence* sequence : waiting_) tokens += sequence->prompt_tokens;
+  for (const Sequence* sequence : waiting_) {
+    tokens += sequence->prompt_tokens + sequence->resumed_tokens;
+  }
   return tokens;
 }
 

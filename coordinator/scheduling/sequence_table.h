@@ -54,7 +54,7 @@ class SequenceTable {
   int64_t num_holding() const {
     return static_cast<int64_t>(running_.size()) + restores_.num_sequences();
   }
-  int64_t waiting_tokens() const;   // prompt tokens
+  int64_t waiting_tokens() const;   // of prompts and of resumed answers
   int64_t unsealed_blocks() const;  // of running sequences
 
   // --- transitions ---

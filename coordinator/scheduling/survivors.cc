@@ -61,7 +61,7 @@ SchedulerStats Survivors::stats() const {
   SchedulerStats stats;
   stats.waiting = std::ssize(sequences_);
   for (const std::unique_ptr<Sequence>& sequence : sequences_) {
-    stats.waiting_tokens += sequence->prompt_tokens;
+    stats.waiting_tokens += sequence->prompt_tokens + sequence->resumed_tokens;
   }
   return stats;
 }

@@ -47,6 +47,23 @@ TEST_F(SchedulerTest, TheQueueIsBounded) {
   EXPECT_THAT(finished_, SizeIs(3));
 }
 
+TEST_F(SchedulerTest, TokensOfAResumedAnswerCountInTheQueue) {
+  SchedulerOptions options = Options({.max_num_seqs = 1});
+  options.max_queued_tokens = 500;
+  Make({.max_num_seqs = 1}, options);
+  Add(Spec(Prompt(100, 1), 4));
+  ASSERT_TRUE(Step());
+  Add(Spec(Prompt(100, 2), 4));
+  SequenceSpec resumed = Spec(Prompt(10, 3), 500);
+  resumed.answer = Prompt(450, 3);
+  const absl::Status status = scheduler_->Add(resumed);
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("this one has 460"));
+  resumed.answer.resize(200);
+  ASSERT_TRUE(scheduler_->Add(resumed).ok());
+  EXPECT_EQ(scheduler_->stats().waiting_tokens, 310);
+}
+
 TEST_F(SchedulerTest, TheTokensOfTheQueueAreBoundedButOneMayWaitWhateverItsLength) {
   SchedulerOptions options = Options({.max_num_seqs = 1});
   options.max_queued_tokens = 500;

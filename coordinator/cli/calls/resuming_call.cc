@@ -67,10 +67,13 @@ void ResumingCall::Remember(const v1::GenerateResponse& response) {
   request_.mutable_resume()->mutable_token_ids()->MergeFrom(response.tokens().token_ids());
 }
 
-// A server that has not noticed yet that its client is gone says ALREADY_EXISTS.
+// A server that has not noticed yet that its client is gone says ALREADY_EXISTS, one to which all
+// clients come back at once RESOURCE_EXHAUSTED. After some of an answer that means that this client
+// does not read.
 bool ResumingCall::MayResume(const absl::Status& status) {
-  return began_ && vain_streams_ < kMostVainStreams &&
-         (absl::IsUnavailable(status) || absl::IsAlreadyExists(status)) &&
+  const bool may_pass = absl::IsUnavailable(status) || absl::IsAlreadyExists(status) ||
+                        (!answered_ && absl::IsResourceExhausted(status));
+  return began_ && vain_streams_ < kMostVainStreams && may_pass &&
          absl::Now() - lost_at_ < options_.resume_timeout;
 }
 
