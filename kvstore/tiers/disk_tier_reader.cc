@@ -65,13 +65,16 @@ void DiskTierReader::ReadBatch(absl::Span<const TierRead> reads) {
       }
       wanted.push_back(&read);
       found.push_back(*extent);
-      files.push_back(state_.segments.file(extent->place.segment));
-      requests.push_back({.op = IoRequest::Op::kRead,
-                          .file = files.back().get(),
-                          .offset = extent->place.offset,
-                          .memory = read_.has_value() ? (*read_)[requests.size()] : read.extent,
-                          .result = 0});
     }
+  }
+  // The mutex of the segments is held over I/O. A block that is being read keeps its segment.
+  for (size_t i = 0; i < found.size(); ++i) {
+    files.push_back(state_.segments.file(found[i].place.segment));
+    requests.push_back({.op = IoRequest::Op::kRead,
+                        .file = files.back().get(),
+                        .offset = found[i].place.offset,
+                        .memory = read_.has_value() ? (*read_)[i] : wanted[i]->extent,
+                        .result = 0});
   }
   const auto begin = state_.options.now();
   std::vector<absl::Status> statuses = RunMerged(*queue_, requests);

@@ -1,7 +1,7 @@
 // The state that the disk tier's three sides share: the queue that the engine's thread sees
 // (disk_tier.cc), the thread that writes and the thread that reads. One mutex guards the requests
 // that wait, the table of blocks, the events that nobody has polled, and the counters. Nobody waits
-// for the disk while it is held, and the only mutex taken under it is that of the segments. Used by
+// for the disk while it is held, nor for the mutex of the segments, which is held over I/O. Used by
 // these three alone.
 #pragma once
 

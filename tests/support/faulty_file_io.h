@@ -25,10 +25,12 @@ struct Faults {
   double write_error = 0;  // EIO
   double sync_error = 0;   // EIO
   double open_error = 0;   // EACCES, of new files
+  double size_error = 0;   // EIO
   double short_transfer = 0;
-  double flip_read = 0;     // one bit of what was read
-  bool no_holes = false;    // a file system without PunchHole
-  int64_t free_bytes = -1;  // that the disk still takes; -1: no limit
+  double flip_read = 0;      // one bit of what was read
+  bool no_holes = false;     // a file system without PunchHole
+  bool hold_create = false;  // the creation of files waits for the next Set
+  int64_t free_bytes = -1;   // that the disk still takes; -1: no limit
 };
 
 class FaultControl {
@@ -38,6 +40,20 @@ class FaultControl {
   void Set(const Faults& faults) {
     kernels::MutexLock lock(mu_);
     faults_ = faults;
+    changed_.NotifyAll();
+  }
+  // Waits while the creation of files does.
+  void HoldCreation() {
+    kernels::MutexLock lock(mu_);
+    is_holding_ = faults_.hold_create;
+    changed_.NotifyAll();
+    while (faults_.hold_create) changed_.Wait(mu_);
+    is_holding_ = false;
+  }
+  // Waits until the creation of a file waits.
+  void AwaitHolding() {
+    kernels::MutexLock lock(mu_);
+    while (!is_holding_) changed_.Wait(mu_);
   }
   Faults faults() const {
     kernels::MutexLock lock(mu_);
@@ -98,7 +114,9 @@ class FaultControl {
 
  private:
   mutable kernels::Mutex mu_;
+  kernels::CondVar changed_;
   Faults faults_ GUARDED_BY(mu_);
+  bool is_holding_ GUARDED_BY(mu_) = false;
   std::mt19937 rng_;
   std::map<std::string, std::vector<std::pair<int64_t, int64_t>>> unsynced_;
 };
@@ -166,8 +184,11 @@ class FaultyFileIo : public FileIo {
       : base_(std::move(base)), control_(std::move(control)) {}
 
   absl::StatusOr<std::unique_ptr<File>> Open(const std::string& path, Mode mode) override {
-    if (mode == Mode::kCreate && control_->Hits(control_->faults().open_error)) {
-      return absl::ErrnoToStatus(EACCES, "cannot create " + path);
+    if (mode == Mode::kCreate) {
+      control_->HoldCreation();
+      if (control_->Hits(control_->faults().open_error)) {
+        return absl::ErrnoToStatus(EACCES, "cannot create " + path);
+      }
     }
     auto file = base_->Open(path, mode);
     if (!file.ok()) return file.status();
@@ -176,7 +197,10 @@ class FaultyFileIo : public FileIo {
   std::unique_ptr<IoQueue> NewQueue() override {
     return std::make_unique<FaultyQueue>(base_->NewQueue(), control_);
   }
-  absl::StatusOr<int64_t> Size(File& file) override { return base_->Size(Base(file)); }
+  absl::StatusOr<int64_t> Size(File& file) override {
+    if (control_->Hits(control_->faults().size_error)) return absl::ErrnoToStatus(EIO, "size");
+    return base_->Size(Base(file));
+  }
   absl::Status Sync(File& file) override {
     if (control_->Hits(control_->faults().sync_error)) return absl::ErrnoToStatus(EIO, "sync");
     control_->NoteSync(static_cast<FaultyFile&>(file).path());

@@ -1,12 +1,16 @@
 // A disk that is full, fails or returns other bytes, and a process that ends at any point.
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <filesystem>
+#include <future>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <random>
 #include <set>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "kvstore/tiers/disk_tier.h"
 #include "tests/kvstore/test_blocks.h"
@@ -51,6 +55,40 @@ TEST_F(DiskTierTest, AFullDiskFromTheStartIsNoErrorOfTheService) {
   store_.now_ms += 1001;
   EXPECT_TRUE(store_.Write(1).ok());
   EXPECT_EQ(Segments().size(), 1u);
+}
+
+// The engine polls between steps, whatever the disk does.
+TEST_F(DiskTierTest, APollDoesNotWaitForASegmentToBeMade) {
+  const TestBlock written(store_.format, 5, 7);
+  const TestBlock read(store_.format, 1, 7);
+  ASSERT_TRUE(store_.Open().ok());
+  for (uint32_t name = 1; name <= 4; ++name) ASSERT_TRUE(store_.Write(name).ok());
+  store_.control->Set({.hold_create = true});
+  store_.tier->Write({{.ticket = 1001, .block = written.identity, .extent = written.extent}});
+  store_.control->AwaitHolding();
+  store_.tier->Read({{.ticket = 1002, .hash = HashOf(1), .extent = read.extent}});
+  std::vector<TierCompletion> completions;
+  const auto poll = [&] {
+    for (TierCompletion& completion : store_.tier->Poll().completions) {
+      completions.push_back(std::move(completion));
+    }
+  };
+  auto polls = std::async(std::launch::async, [&] {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(200);
+    while (std::chrono::steady_clock::now() < end) poll();
+  });
+  const auto waited = polls.wait_for(std::chrono::seconds(10));
+  EXPECT_EQ(waited, std::future_status::ready) << "a poll waits";
+  store_.control->Set({});
+  polls.get();
+  if (waited == std::future_status::ready) {
+    EXPECT_THAT(completions, IsEmpty());
+  }
+  while (completions.size() < 2) {
+    store_.tier->Wait();
+    poll();
+  }
+  for (const TierCompletion& completion : completions) EXPECT_TRUE(completion.status.ok());
 }
 
 TEST_F(DiskTierTest, AfterAFailedWriteOrSyncTheSegmentIsNotWrittenToAgain) {
