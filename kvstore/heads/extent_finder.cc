@@ -35,9 +35,9 @@ ExtentFinder::ExtentFinder(FileIo& io, const std::string& directory, const Exten
       headers_(std::move(headers)),
       queue_(io.NewQueue()) {}
 
-void ExtentFinder::List() {
+bool ExtentFinder::List() {
   const absl::StatusOr<std::vector<std::string>> names = io_.List(directory_);
-  if (!names.ok()) return;  // the owner has not made the folder yet, or it is being removed
+  if (!names.ok()) return false;  // the owner has not made the folder yet, or it is being removed
   std::set<uint64_t> listed;
   for (const std::string& name : *names) {
     const std::optional<uint64_t> id = SegmentOfFile(name);
@@ -48,7 +48,8 @@ void ExtentFinder::List() {
         io_.Open(absl::StrCat(directory_, "/", name), FileIo::Mode::kExisting);
     if (file.ok()) segments_[*id].file = *std::move(file);
   }
-  std::erase_if(segments_, [&](const auto& segment) { return !listed.contains(segment.first); });
+  return std::erase_if(segments_,
+                       [&](const auto& segment) { return !listed.contains(segment.first); }) > 0;
 }
 
 std::shared_ptr<File> ExtentFinder::file(uint64_t segment) const {
@@ -56,23 +57,24 @@ std::shared_ptr<File> ExtentFinder::file(uint64_t segment) const {
   return it == segments_.end() ? nullptr : it->second.file;
 }
 
-absl::StatusOr<std::vector<FoundExtent>> ExtentFinder::Find() {
-  List();
-  std::vector<FoundExtent> found;
+FoundExtents ExtentFinder::Find() {
+  FoundExtents found;
+  found.segments_gone = List();
   auto newer = std::ssize(segments_);
   for (auto& [id, segment] : segments_) {
     --newer;
     if (segment.is_over) continue;
-    KVASIR_RETURN_IF_ERROR(LookAt(id, segment, found));
-    segment.is_over = newer >= kOpenSegments;
+    LookAt(id, segment, found);
+    segment.is_over = newer >= kOpenSegments && !segment.unread;
     if (segment.is_over) segment.blank.clear();
   }
   return found;
 }
 
-absl::Status ExtentFinder::LookAt(uint64_t id, Segment& segment, std::vector<FoundExtent>& found) {
+void ExtentFinder::LookAt(uint64_t id, Segment& segment, FoundExtents& found) {
   const absl::StatusOr<int64_t> size = io_.Size(*segment.file);
-  if (!size.ok()) return absl::OkStatus();
+  segment.unread = !size.ok();
+  if (!size.ok()) return;
   const int64_t extent_bytes = format_.extent_bytes();
   std::vector<int64_t> offsets = std::exchange(segment.blank, {});
   for (; (segment.places + 1) * extent_bytes <= *size; ++segment.places) {
@@ -80,14 +82,12 @@ absl::Status ExtentFinder::LookAt(uint64_t id, Segment& segment, std::vector<Fou
   }
   for (size_t begin = 0; begin < offsets.size(); begin += kHeadersAtOnce) {
     const auto part = absl::MakeConstSpan(offsets).subspan(begin, kHeadersAtOnce);
-    KVASIR_RETURN_IF_ERROR(ReadHeaders(id, segment, part, found));
+    ReadHeaders(id, segment, part, found);
   }
-  return absl::OkStatus();
 }
 
-absl::Status ExtentFinder::ReadHeaders(uint64_t id, Segment& segment,
-                                       absl::Span<const int64_t> offsets,
-                                       std::vector<FoundExtent>& found) {
+void ExtentFinder::ReadHeaders(uint64_t id, Segment& segment, absl::Span<const int64_t> offsets,
+                               FoundExtents& found) {
   std::vector<IoRequest> requests;
   for (size_t i = 0; i < offsets.size(); ++i) {
     requests.push_back({.op = IoRequest::Op::kRead,
@@ -98,16 +98,20 @@ absl::Status ExtentFinder::ReadHeaders(uint64_t id, Segment& segment,
   }
   const std::vector<absl::Status> read = RunFully(*queue_, absl::MakeSpan(requests));
   for (size_t i = 0; i < offsets.size(); ++i) {
-    const absl::StatusOr<BlockIdentity> block =
-        read[i].ok() ? format_.ReadHeader(headers_[i]) : read[i];
-    if (absl::IsFailedPrecondition(block.status())) return block.status();
+    if (!read[i].ok()) {
+      segment.unread = true;
+      segment.blank.push_back(offsets[i]);
+      continue;
+    }
+    const absl::StatusOr<BlockIdentity> block = format_.ReadHeader(headers_[i]);
     if (block.ok()) {
-      found.push_back({.block = *block, .place = {.segment = id, .offset = offsets[i]}});
+      found.extents.push_back({.block = *block, .place = {.segment = id, .offset = offsets[i]}});
+    } else if (absl::IsFailedPrecondition(block.status())) {
+      found.status.Update(block.status());
     } else {
       segment.blank.push_back(offsets[i]);
     }
   }
-  return absl::OkStatus();
 }
 
 }  // namespace kvasir::kvstore

@@ -26,6 +26,13 @@ struct FoundExtent {
   Place place;
 };
 
+struct FoundExtents {
+  std::vector<FoundExtent> extents;  // that were not found before
+  bool segments_gone = false;        // some since the last time
+  // FAILED_PRECONDITION when an extent is of another shard or version; it hides no other.
+  absl::Status status;
+};
+
 class ExtentFinder {
  public:
   // The arguments outlive the finder. RESOURCE_EXHAUSTED when there is no memory.
@@ -33,9 +40,8 @@ class ExtentFinder {
                                                               const std::string& directory,
                                                               const ExtentFormat& format);
 
-  // Returns the extents that were not found before. FAILED_PRECONDITION when one is of another
-  // shard or version. Files that cannot be opened or read are left for the next time.
-  absl::StatusOr<std::vector<FoundExtent>> Find();
+  // Files and headers that cannot be opened or read are left for the next time.
+  FoundExtents Find();
   // Null when the segment is gone: its owner has evicted all of it.
   std::shared_ptr<File> file(uint64_t segment) const;
 
@@ -44,17 +50,18 @@ class ExtentFinder {
     std::shared_ptr<File> file;
     int64_t places = 0;          // that were looked at
     std::vector<int64_t> blank;  // of these, without a header: offsets
+    bool unread = false;         // its size or a header could not be read the last time
     bool is_over = false;        // nothing more is found in it
   };
 
   ExtentFinder(FileIo& io, const std::string& directory, const ExtentFormat& format,
                ExtentMemory headers);
-  // Opens new segments, and forgets those that are gone.
-  void List();
-  absl::Status LookAt(uint64_t id, Segment& segment, std::vector<FoundExtent>& found);
+  // Opens new segments, and forgets those that are gone. Returns whether some are.
+  bool List();
+  void LookAt(uint64_t id, Segment& segment, FoundExtents& found);
   // Reads headers at these places of a segment, as many as there is memory for.
-  absl::Status ReadHeaders(uint64_t id, Segment& segment, absl::Span<const int64_t> offsets,
-                           std::vector<FoundExtent>& found);
+  void ReadHeaders(uint64_t id, Segment& segment, absl::Span<const int64_t> offsets,
+                   FoundExtents& found);
 
   FileIo& io_;
   const std::string& directory_;

@@ -48,12 +48,16 @@ class FollowedStore : public Tier {
  private:
   void Run();
   absl::Status Look() EXCLUDES(mu_);
+  // Looks; an extent that is refused is a line in the log.
+  void LookAgain() EXCLUDES(mu_);
+  // Forgets the extents whose segments are gone.
+  void ForgetGone() REQUIRES(mu_);
   void Add(const FoundExtent& extent) REQUIRES(mu_);
   void GiveUpExpecting(Clock::time_point now) REQUIRES(mu_);
   void ReadBlock(const TierRead& read) EXCLUDES(mu_);
   std::optional<FoundExtent> Find(const PrefixHash& hash) const EXCLUDES(mu_);
   absl::Status ReadExtent(const FoundExtent& extent, absl::Span<std::byte> memory);
-  // Forgets the extent, unless another of the block has been found.
+  // Forgets the extent, unless a newer one of the block has been found.
   void Forget(const FoundExtent& extent) EXCLUDES(mu_);
 
   const FollowedStoreOptions options_;
@@ -179,8 +183,7 @@ void FollowedStore::Run() {
       wake_.WaitUntil(mu_, next_look);
     } else {
       mu_.Unlock();
-      const absl::Status looked = Look();
-      if (!looked.ok()) spdlog::warn("disk tier {}: {}", options_.directory, looked.ToString());
+      LookAgain();
       mu_.Lock();
       next_look = Clock::now() + options_.look_every;
       GiveUpExpecting(Clock::now());
@@ -195,16 +198,31 @@ void FollowedStore::GiveUpExpecting(Clock::time_point now) {
 }
 
 absl::Status FollowedStore::Look() {
-  KVASIR_ASSIGN_OR_RETURN(const std::vector<FoundExtent> found, finder_->Find());
+  const FoundExtents found = finder_->Find();
   MutexLock lock(mu_);
-  for (const FoundExtent& extent : found) Add(extent);
+  if (found.segments_gone) ForgetGone();
+  for (const FoundExtent& extent : found.extents) Add(extent);
   happened_.NotifyAll();
-  return absl::OkStatus();
+  return found.status;
+}
+
+void FollowedStore::LookAgain() {
+  const absl::Status looked = Look();
+  if (!looked.ok()) spdlog::warn("disk tier {}: {}", options_.directory, looked.ToString());
+}
+
+void FollowedStore::ForgetGone() {
+  absl::erase_if(table_, [&](const auto& entry) {
+    if (finder_->file(entry.second.place.segment) != nullptr) return false;
+    events_.forgotten.push_back(entry.first);
+    return true;
+  });
 }
 
 void FollowedStore::Add(const FoundExtent& extent) {
   const auto [it, is_new] = table_.try_emplace(extent.block.hash, extent);
-  if (!is_new && it->second.block.generation < extent.block.generation) it->second = extent;
+  // A place is used once, so a later one is newer, whatever the generations say.
+  if (!is_new && it->second.place < extent.place) it->second = extent;
   expected_.erase(extent.block.hash);
   if (is_new) {
     events_.found.push_back({.hash = extent.block.hash, .tokens = extent.block.tokens});
@@ -229,7 +247,7 @@ void FollowedStore::ReadBlock(const TierRead& read) {
     status = ReadExtent(*extent, read.extent);
     if (status.ok()) break;
     Forget(*extent);
-    if (!Look().ok()) break;
+    LookAgain();
   }
   MutexLock lock(mu_);
   stats_.read_seconds += std::chrono::duration<double>(Clock::now() - begin).count();
@@ -268,7 +286,7 @@ absl::Status FollowedStore::ReadExtent(const FoundExtent& extent, absl::Span<std
 void FollowedStore::Forget(const FoundExtent& extent) {
   MutexLock lock(mu_);
   const auto it = table_.find(extent.block.hash);
-  if (it == table_.end() || it->second.block.generation != extent.block.generation) return;
+  if (it == table_.end() || it->second.place != extent.place) return;
   table_.erase(it);
   events_.forgotten.push_back(extent.block.hash);
 }

@@ -3,6 +3,7 @@
 // tier: Append only by its writing thread, the rest by any. Thread-safe.
 #pragma once
 
+#include <compare>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -22,7 +23,10 @@
 
 namespace kvasir::kvstore {
 
+// In the order of writing.
 struct Place {
+  auto operator<=>(const Place&) const = default;
+
   uint64_t segment = 0;
   int64_t offset = 0;
 };

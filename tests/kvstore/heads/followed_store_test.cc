@@ -14,10 +14,12 @@
 namespace kvasir::kvstore {
 namespace {
 
+using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
+using ::testing::UnorderedElementsAre;
 
 // `store_` owns the store that a second one follows.
 class FollowedStoreTest : public DiskTierTest {
@@ -48,6 +50,16 @@ class FollowedStoreTest : public DiskTierTest {
         ADD_FAILURE() << "it has given up";
         return {};
       }
+    }
+  }
+  // Waits until the follower has found what it expects, or has given up.
+  void AwaitExpected() {
+    for (bool expects = true; expects;) {
+      follower_.tier->Wait();
+      expects = follower_.tier->ExpectsBlocks();
+      const TierEvents events = follower_.tier->Poll();
+      follower_.forgotten.insert(follower_.forgotten.end(), events.forgotten.begin(),
+                                 events.forgotten.end());
     }
   }
 
@@ -131,6 +143,53 @@ TEST_F(FollowedStoreTest, WhatTheOwnerEvictedIsAMissAndForgotten) {
   EXPECT_EQ(follower_.Read(2).code(), absl::StatusCode::kNotFound) << "its file is gone";
 }
 
+TEST_F(FollowedStoreTest, BlocksLeaveWithTheirSegments) {
+  ASSERT_TRUE(store_.Open(/*capacity_blocks=*/6).ok());
+  for (uint32_t name = 1; name <= 6; ++name) ASSERT_TRUE(store_.Write(name).ok());
+  ASSERT_TRUE(Follow().ok());
+  for (uint32_t name = 7; name <= 30; ++name) ASSERT_TRUE(store_.Write(name).ok());
+  ASSERT_TRUE(store_.Write(1).ok());
+  ASSERT_THAT(Segments(), SizeIs(2)) << "none of those of the beginning";
+  ASSERT_TRUE(store_.Write(31).ok());
+  EXPECT_EQ(Expect(31).code(), absl::StatusCode::kUnavailable);
+  AwaitExpected();
+  EXPECT_THAT(follower_.Names(), ElementsAre(1, 27, 28, 29, 30, 31));
+  EXPECT_THAT(follower_.forgotten, UnorderedElementsAre(HashOf(1), HashOf(2), HashOf(3), HashOf(4),
+                                                        HashOf(5), HashOf(6)));
+  EXPECT_TRUE(follower_.Read(1).ok()) << "it was found again";
+}
+
+// A segment with newer ones is looked at no more, but not before its headers were read.
+TEST_F(FollowedStoreTest, WhatCouldNotBeReadIsFoundLater) {
+  ASSERT_TRUE(store_.Open().ok());
+  for (uint32_t name = 1; name <= 16; ++name) ASSERT_TRUE(store_.Write(name).ok());
+  ASSERT_THAT(Segments(), SizeIs(4));
+  uint32_t next = 17;
+  for (const Faults& faults : {Faults{.read_error = 1}, Faults{.size_error = 1}}) {
+    follower_.control->Set(faults);
+    ASSERT_TRUE(Follow().ok());
+    EXPECT_THAT(follower_.Names(), IsEmpty());
+    follower_.control->Set({});
+    EXPECT_EQ(Expect(next).code(), absl::StatusCode::kUnavailable);
+    ASSERT_TRUE(store_.Write(next).ok());
+    AwaitExpected();
+    EXPECT_THAT(follower_.Names(), SizeIs(next));
+    ++next;
+  }
+}
+
+TEST_F(FollowedStoreTest, AnExtentOfAnotherVersionHidesNoOther) {
+  ASSERT_TRUE(store_.Open().ok());
+  ASSERT_TRUE(Follow().ok());
+  for (uint32_t name = 1; name <= 8; ++name) ASSERT_TRUE(store_.Write(name).ok());
+  std::string bytes = ReadFile(Segments()[1]);
+  bytes[8] = 1;
+  WriteFile(Segments()[1], bytes);
+  EXPECT_EQ(Expect(8).code(), absl::StatusCode::kUnavailable);
+  AwaitExpected();
+  EXPECT_THAT(follower_.Names(), ElementsAre(1, 2, 3, 4, 6, 7, 8));
+}
+
 TEST_F(FollowedStoreTest, ABlockThatTheOwnerWroteAgainElsewhereIsFoundThere) {
   ASSERT_TRUE(store_.Open(6).ok());
   for (uint32_t name = 1; name <= 6; ++name) ASSERT_TRUE(store_.Write(name).ok());
@@ -139,6 +198,28 @@ TEST_F(FollowedStoreTest, ABlockThatTheOwnerWroteAgainElsewhereIsFoundThere) {
   ASSERT_TRUE(store_.Write(1, store_.tier->first_generation() + 9).ok());
   EXPECT_TRUE(follower_.Read(1).ok());
   EXPECT_EQ(follower_.tier->stats().read_blocks, 1);
+}
+
+// The generation of a block that is written again may be that of its first writing, or a smaller
+// one: another rank sealed it.
+TEST_F(FollowedStoreTest, ABlockThatWasSeenAgainElsewhereIsReadThere) {
+  ASSERT_TRUE(store_.Open(6).ok());
+  const uint64_t generation = store_.tier->first_generation() + 9;
+  for (uint32_t name = 1; name <= 6; ++name) ASSERT_TRUE(store_.Write(name, generation).ok());
+  ASSERT_TRUE(Follow().ok());
+  for (uint32_t name = 3; name <= 4; ++name) ASSERT_TRUE(store_.Write(name).ok());  // used last
+  for (uint32_t name = 7; name <= 8; ++name) ASSERT_TRUE(store_.Write(name).ok());
+  ASSERT_THAT(store_.Names(), ElementsAre(3, 4, 5, 6, 7, 8));
+  ASSERT_TRUE(store_.Write(1, generation).ok());
+  ASSERT_TRUE(store_.Write(2, generation - 1).ok());
+  ASSERT_TRUE(store_.Write(9).ok());
+  EXPECT_EQ(Expect(9).code(), absl::StatusCode::kUnavailable);
+  ASSERT_THAT(store_.Names(), ElementsAre(1, 2, 4, 7, 8, 9)) << "the first segment has 4";
+  AwaitExpected();
+  EXPECT_THAT(follower_.Names(), Contains(9)) << "and all before it was seen";
+  EXPECT_TRUE(follower_.Read(1).ok());
+  EXPECT_TRUE(follower_.Read(2).ok());
+  EXPECT_THAT(follower_.forgotten, IsEmpty());
 }
 
 TEST_F(FollowedStoreTest, DamageIsFoundAndForgotten) {
