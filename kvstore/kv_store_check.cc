@@ -34,11 +34,13 @@ absl::Status KvStoreImpl::CheckBlocks() const {
   }
   if (unused != num_unused_ || reading != static_cast<int64_t>(reads_.size()) ||
       writing != static_cast<int64_t>(writes_.size()) || reading + writing > spare_extents_ ||
+      reads_at_peers_ > MostReadsAtPeers() || reads_at_peers_ > reading ||
       static_cast<int64_t>(blocks_.size()) - unused > host_blocks()) {
-    return absl::InternalError(absl::StrCat(
-        "kv store: ", unused, " unused blocks, counted ", num_unused_, "; ", reading, " reads of ",
-        reads_.size(), " and ", writing, " writes of ", writes_.size(), " under way, at most ",
-        spare_extents_, "; ", blocks_.size(), " blocks, room for ", host_blocks()));
+    return absl::InternalError(
+        absl::StrCat("kv store: ", unused, " unused blocks, counted ", num_unused_, "; ", reading,
+                     " reads of ", reads_.size(), ", ", reads_at_peers_, " at peers, and ", writing,
+                     " writes of ", writes_.size(), " under way, at most ", spare_extents_, "; ",
+                     blocks_.size(), " blocks, room for ", host_blocks()));
   }
   return absl::OkStatus();
 }

@@ -4,6 +4,7 @@
 // knows where pages lie (tiers/page_residency.h).
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <deque>
@@ -99,6 +100,10 @@ class KvStoreImpl : public KvStore, private BlockOwner {
     BlockId id;
     BlockIdentity block;
   };
+  struct Read {
+    BlockId id;
+    bool at_peers = false;
+  };
   // A sealed block whose extent gets its header when it is whole.
   using DueHeader = QueuedWrite;
 
@@ -131,6 +136,13 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   void OnWritten(const QueuedWrite& write, const absl::Status& status);
   void OnRead(BlockId id, const TierCompletion& completion);
   void StartTransfers();
+  void StartReads();
+  void StartWrites();
+  bool HasRoomForTransfer() const {
+    return static_cast<int64_t>(reads_.size() + writes_.size()) < spare_extents_;
+  }
+  // A peer that is slow or has stopped keeps its reads for seconds: the disk goes on beside them.
+  int64_t MostReadsAtPeers() const { return std::max<int64_t>(1, spare_extents_ / 2); }
 
   absl::Status CheckBlocks() const;
   absl::Status CheckBlock(BlockId id, const BlockState& block) const;
@@ -161,12 +173,15 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   std::vector<CorruptBlock> corrupt_;
   KvStoreStats stats_;  // except those that pages_ counts
 
-  // Transfers in flight: each holds its block's extent; there are at most spare_extents_.
+  // Transfers in flight: each holds its block's extent; there are at most spare_extents_, and at
+  // most MostReadsAtPeers() of blocks that below_ did not hold itself.
   std::deque<QueuedWrite> queued_writes_;
   std::deque<BlockId> queued_reads_;
+  std::deque<BlockId> queued_at_peers_;  // reads that wait for room among those at peers
   uint64_t next_ticket_ = 0;
   absl::flat_hash_map<uint64_t, QueuedWrite> writes_;  // in flight, by ticket
-  absl::flat_hash_map<uint64_t, BlockId> reads_;
+  absl::flat_hash_map<uint64_t, Read> reads_;
+  int64_t reads_at_peers_ = 0;  // of reads_
   std::vector<RestoredBlock> restored_;
   // Changes since the last report. Without tokens: forgotten.
   absl::flat_hash_map<PrefixHash, std::optional<std::array<int32_t, kBlockTokens>>> changed_;

@@ -61,16 +61,17 @@ void KvStoreImpl::PollTier() {
 }
 
 bool KvStoreImpl::TierIsBusy() const {
-  return !queued_writes_.empty() || !queued_reads_.empty() || !writes_.empty() || !reads_.empty() ||
-         !due_headers_.empty() || adopted_.num_verifying() > 0 ||
-         (below_ != nullptr && below_->ExpectsBlocks());
+  return !queued_writes_.empty() || !queued_reads_.empty() || !queued_at_peers_.empty() ||
+         !writes_.empty() || !reads_.empty() || !due_headers_.empty() ||
+         adopted_.num_verifying() > 0 || (below_ != nullptr && below_->ExpectsBlocks());
 }
 
 void KvStoreImpl::CollectCompletions() {
   TierEvents events = below_->Poll();
   for (const TierCompletion& completion : events.completions) {
     if (const auto read = reads_.extract(completion.ticket)) {
-      OnRead(read.mapped(), completion);
+      reads_at_peers_ -= read.mapped().at_peers ? 1 : 0;
+      OnRead(read.mapped().id, completion);
     } else {
       OnWritten(writes_.extract(completion.ticket).mapped(), completion.status);
     }
@@ -124,24 +125,48 @@ void KvStoreImpl::EndLending(BlockState& block) {
   if (std::exchange(block.lent, false)) lent_->Remove(block.hash, host_.extent(block.extent));
 }
 
+// Reads go first: a sequence waits for them.
 void KvStoreImpl::StartTransfers() {
-  const auto has_room = [&] {
-    return static_cast<int64_t>(reads_.size() + writes_.size()) < spare_extents_;
+  StartReads();
+  StartWrites();
+}
+
+void KvStoreImpl::StartReads() {
+  std::vector<TierRead> reads;
+  const auto start = [&](BlockId id, BlockState& block, bool at_peers) {
+    block.transfer = Transfer::kReading;
+    reads_at_peers_ += at_peers ? 1 : 0;
+    reads_[++next_ticket_] = {.id = id, .at_peers = at_peers};
+    reads.push_back(
+        {.ticket = next_ticket_, .hash = block.hash, .extent = host_.extent(block.extent)});
   };
-  std::vector<TierRead> reads;  // reads go first: a sequence waits for them
-  for (; has_room() && !queued_reads_.empty(); queued_reads_.pop_front()) {
-    const BlockId id = queued_reads_.front();
+  const auto is_dropped = [&](BlockId id) {
     const auto it = blocks_.find(id);
-    if (it == blocks_.end() || it->second.transfer != Transfer::kReadQueued) continue;  // dropped
-    it->second.transfer = Transfer::kReading;
-    reads_[++next_ticket_] = id;
-    reads.push_back({.ticket = next_ticket_,
-                     .hash = it->second.hash,
-                     .extent = host_.extent(it->second.extent)});
+    return it == blocks_.end() || it->second.transfer != Transfer::kReadQueued;
+  };
+  const auto peers_have_room = [&] { return reads_at_peers_ < MostReadsAtPeers(); };
+  for (; HasRoomForTransfer() && peers_have_room() && !queued_at_peers_.empty();
+       queued_at_peers_.pop_front()) {
+    const BlockId id = queued_at_peers_.front();
+    if (!is_dropped(id)) start(id, blocks_.at(id), /*at_peers=*/true);
+  }
+  for (; HasRoomForTransfer() && !queued_reads_.empty(); queued_reads_.pop_front()) {
+    const BlockId id = queued_reads_.front();
+    if (is_dropped(id)) continue;
+    BlockState& block = blocks_.at(id);
+    const bool at_peers = !below_->Holds(block.hash);
+    if (at_peers && !peers_have_room()) {
+      queued_at_peers_.push_back(id);
+    } else {
+      start(id, block, at_peers);
+    }
   }
   if (!reads.empty()) below_->Read(std::move(reads));
+}
+
+void KvStoreImpl::StartWrites() {
   std::vector<TierWrite> writes;
-  for (; has_room() && !queued_writes_.empty(); queued_writes_.pop_front()) {
+  for (; HasRoomForTransfer() && !queued_writes_.empty(); queued_writes_.pop_front()) {
     const QueuedWrite& write = queued_writes_.front();
     BlockState& block = blocks_.at(write.id);
     const absl::StatusOr<bool> is_whole = pages_->IsExtentWhole(block.extent);

@@ -13,6 +13,7 @@
 #include "tests/kvstore/store_user.h"
 #include "tests/kvstore/test_blocks.h"
 #include "tests/support/iterations.h"
+#include "tests/support/memory_tier.h"
 #include "tests/support/scratch_directory.h"
 
 namespace kvasir::kvstore {
@@ -253,6 +254,76 @@ TEST_F(KvStoreTierTest, ANeededExtentForTransfersIsPartOfTheLeastSize) {
       KvStore::Create(options, OpenDiskTier(disk_.Options(10)).value()).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_THAT(std::string(status.message()), HasSubstr("at least 3 blocks"));
+}
+
+// A disk beside a peer that says nothing until it is let go, and has no block.
+class SilentPeerTier : public MemoryTier {
+ public:
+  SilentPeerTier() : MemoryTier(ExtentFormat::Create(SmallShard()).value(), 1) {}
+
+  bool MayRead(const PrefixHash&) const override { return true; }
+  void Read(std::vector<TierRead> reads) override {
+    const auto at_peer = std::stable_partition(
+        reads.begin(), reads.end(), [this](const TierRead& read) { return Holds(read.hash); });
+    for (auto read = at_peer; read != reads.end(); ++read) {
+      asked.push_back(read->hash);
+      unanswered_.push_back(read->ticket);
+    }
+    MemoryTier::Read({reads.begin(), at_peer});
+  }
+  TierEvents Poll() override {
+    TierEvents events = MemoryTier::Poll();
+    if (is_silent) return events;
+    for (const uint64_t ticket : std::exchange(unanswered_, {})) {
+      events.completions.push_back({.ticket = ticket,
+                                    .status = absl::NotFoundError("no peer has it"),
+                                    .block = {},
+                                    .from_peer = true});
+    }
+    return events;
+  }
+
+  bool is_silent = true;
+  std::vector<PrefixHash> asked;
+
+ private:
+  std::vector<uint64_t> unanswered_;
+};
+
+// Bug: reads at a peer that had stopped took all transfers, and the disk was taken for dead.
+TEST_F(KvStoreTierTest, ReadsAtASilentPeerLeaveRoomForTheDisk) {
+  auto tier = std::make_unique<SilentPeerTier>();
+  SilentPeerTier& peer = *tier;
+  store_ = KvStore::Create({.shard = SmallShard(),
+                            .device_bytes = 3 * kLayout.block_bytes(),
+                            .host_bytes = 4 * kBlocksPerTransfer * kExtent,
+                            .num_slots = 1,
+                            .max_blocks_per_slot = 16},
+                           std::move(tier))
+               .value();
+  ASSERT_EQ(store_->host_blocks(), 4 * kBlocksPerTransfer - 4);
+  MakeSealed(1, 100);
+  store_->Persist(BlockId(1), TokensOf(100));
+  store_->Flush();
+  for (uint32_t name = 200; name < 210; ++name) {
+    ASSERT_TRUE(store_->Restore(BlockId(name), HashOf(name)).ok());
+  }
+  EXPECT_THAT(peer.asked, ElementsAre(HashOf(200), HashOf(201)));  // of four transfers
+  EXPECT_TRUE(Restore(2, 100).ok());
+  MakeSealed(3, 101);
+  store_->Persist(BlockId(3), TokensOf(101));
+  store_->Flush();
+  EXPECT_TRUE(peer.Holds(HashOf(101)));
+  EXPECT_THAT(peer.asked, SizeIs(2));
+  EXPECT_TRUE(store_->CheckIntegrity().ok());
+
+  store_->Drop(BlockId(202));
+  peer.is_silent = false;
+  while (store_->TierIsBusy()) store_->PollTier();
+  EXPECT_THAT(peer.asked, SizeIs(9));  // all but the dropped one, in their order
+  EXPECT_EQ(peer.asked[2], HashOf(203));
+  EXPECT_EQ(peer.asked[8], HashOf(209));
+  EXPECT_THAT(store_->TakeRestored(), SizeIs(9));
 }
 
 // Blocks come and go, the disk fails now and then, the process restarts: held blocks stay right.

@@ -112,6 +112,7 @@ void PeerBorrower::OnLost(PeerLink link, const absl::Status& why) {
   Peer& peer = peers_[lost.mapped()];
   if (peer.state == Peer::State::kReady) --num_linked_;
   peer.outstanding = 0;
+  peer.greeting.clear();
   SetAway(peer, why);
   std::vector<uint64_t> tickets;
   for (const auto& [ticket, fetch] : fetches_) {
