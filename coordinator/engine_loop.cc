@@ -407,7 +407,7 @@ void EngineLoop::PublishState() {
     spdlog::info("the disk tier answers again");
   }
   if (stats.peers_set_aside && !scheduler_stats_.peers_set_aside) {
-    spdlog::warn("peers are slower than computing: they are asked now and then only");
+    spdlog::warn("peers failed or are slower than computing: they are asked now and then only");
   }
   scheduler_stats_ = stats;
 }

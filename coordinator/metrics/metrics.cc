@@ -87,7 +87,7 @@ struct Metrics::Series {
                               .Add({});
   Gauge& peers_set_aside =
       Gauges("kvasir_peers_set_aside",
-             "1 while peers are not asked since they were slower than computing.")
+             "1 while peers are not asked since they failed or were slower than computing.")
           .Add({});
   Gauge& restoring =
       Gauges("kvasir_num_requests_restoring", "Waiting requests whose KV comes from disk or peers.")

@@ -34,6 +34,10 @@ absl::StatusOr<PrefixHash> ParseHash(int64_t rank, const std::string& bytes) {
   return hash;
 }
 
+bool IsNotFound(const v1::RestoredBlock& restored) {
+  return restored.error_code() == static_cast<int32_t>(absl::StatusCode::kNotFound);
+}
+
 }  // namespace
 
 absl::Status RestoreBook::OnReport(int64_t rank, const v1::TierReport& report, TimePoint now) {
@@ -148,6 +152,9 @@ void RestoreBook::OnRestored(const v1::RestoredBlock& restored, TimePoint now) {
       --entry.pending;
       awaited_.erase(it);
     } else {
+      // It cost a wait and brought nothing: that is slower than computing. A peer that has not got
+      // the block says so at once.
+      if (!IsNotFound(restored)) SetPeersAside(now);
       KeepOnly(entry, block.index);
     }
   } else if (--block.ranks_left == 0) {
@@ -172,9 +179,14 @@ void RestoreBook::JudgePeers(Entry& entry, TimePoint now) {
     peers_pause_ = absl::ZeroDuration();
     return;
   }
+  SetPeersAside(now);
+  entry.next_at_peers = 0;
+}
+
+void RestoreBook::SetPeersAside(TimePoint now) {
+  if (now < peers_aside_until_) return;  // other sequences had asked before
   peers_pause_ = std::clamp(2 * peers_pause_, options_.first_pause, options_.longest_pause);
   peers_aside_until_ = After(now, peers_pause_);
-  entry.next_at_peers = 0;
 }
 
 void RestoreBook::GiveUpLate(TimePoint now) {

@@ -14,8 +14,8 @@
 // nobody here knows what they hold. The ranks answer for each block; from the first that some rank
 // does not get on the prompt is computed. The first questions are short, because ranks take room
 // for what they ask for: only a sequence that got all of it asks on.
-// Where blocks come slower than they would be computed, peers are set aside, and asked again after
-// a pause.
+// Where blocks come slower than they would be computed, or a peer fails to give one, peers are set
+// aside, and asked again after a pause.
 //
 // Called by the scheduler. Thread-compatible. It outlives the sequences that it names.
 #pragma once
@@ -118,6 +118,7 @@ class RestoreBook {
   // Whether some of the blocks that it waits for are stored, not perhaps at peers.
   bool AwaitsStored(const Entry& entry) const;
   void SetDiskAside(TimePoint now);
+  void SetPeersAside(TimePoint now);
   void ComputeRest(Entry& entry);
   void KeepOnly(Entry& entry, int64_t num_blocks);
   void Publish(const Entry& entry);
@@ -136,7 +137,7 @@ class RestoreBook {
   absl::Duration disk_pause_ = absl::ZeroDuration();
   TimePoint disk_aside_until_;
   TimePoint disk_answered_at_;
-  // The same for peers that are slower than computing.
+  // The same for peers that are slower than computing, or fail.
   absl::Duration peers_pause_ = absl::ZeroDuration();
   TimePoint peers_aside_until_;
 };

@@ -24,7 +24,7 @@ struct SchedulerStats {
   int64_t waiting = 0;
   int64_t restoring = 0;  // wait for blocks from disk or peers
   bool disk_set_aside = false;
-  bool peers_set_aside = false;  // they are slower than computing
+  bool peers_set_aside = false;  // they are slower than computing, or failed
   int64_t waiting_tokens = 0;    // of the waiting requests' prompts and resumed answers
   int64_t prefix_queries = 0;    // prompt tokens of admitted requests
   int64_t prefix_hits = 0;       // those of them that were found in the cache

@@ -82,6 +82,7 @@ TEST_F(SchedulerPeersTest, APromptThatNoPeerHasIsAskedForOnceAndComputed) {
   ASSERT_TRUE(Step());
   EXPECT_THAT(plan_.restores(), IsEmpty());
   EXPECT_EQ(plan_.rows(0).begin(), 0u);
+  EXPECT_FALSE(scheduler_->stats().peers_set_aside);
   RunUntilIdle();
   EXPECT_EQ(tokens_[id], expected_);
 }
@@ -161,6 +162,27 @@ TEST_F(SchedulerPeersTest, ALongPromptAsksForItsBeginningFirstAndOnWhileAllOfItC
   EXPECT_EQ(worker_->reads(), 400);
   RunUntilIdle();
   EXPECT_EQ(tokens_[id], expected_);
+}
+
+// Bug: a link on which nothing ever arrives cost each prompt the patience of its ranks.
+TEST_F(SchedulerPeersTest, APeerThatFailsToGiveABlockIsNotAskedForAWhile) {
+  ReadAtPeer(64 * 12 + 10);
+  worker_->FailReads(12);
+  const SequenceId id = Begin(12);
+  DeliverTierReport();
+  ASSERT_TRUE(Step());
+  EXPECT_EQ(plan_.rows(0).begin(), 0u);
+  EXPECT_TRUE(scheduler_->stats().peers_set_aside);
+  RunUntilIdle();
+  EXPECT_EQ(tokens_[id], expected_);
+  Add(Spec(Prompt(64 * 12 + 1, 11), 1));
+  ASSERT_TRUE(Step());
+  EXPECT_THAT(plan_.restores(), IsEmpty());
+  RunUntilIdle();
+  now_ += std::chrono::seconds(5);  // all failures of one question count once
+  Add(Spec(Prompt(64 * 12 + 1, 12), 1));
+  ASSERT_TRUE(Step());
+  EXPECT_THAT(plan_.restores(), SizeIs(12));
 }
 
 TEST_F(SchedulerPeersTest, PeersThatAreSlowerThanComputingAreSetAsideForAWhile) {

@@ -179,6 +179,8 @@ class Failing(PeersTest):
         stream = self.ask_while_restoring(prompt)
         os.kill(pid, signal.SIGKILL)
         self.check(read_stream(stream), expected, 0)
+        failed = time.monotonic()
+        self.assertEqual(self.asker.metric("kvasir_peers_set_aside"), 1)
         self.assertGreater(peer_blocks(self.asker, "failed"), 0)
         deadline = time.monotonic() + 60
         while self.asker.log().count(": linked, for blocks of") < 2:
@@ -186,6 +188,7 @@ class Failing(PeersTest):
             time.sleep(0.05)
         other = make_prompt(13, 1000)
         self.check(self.asker.generate(other, **OPTIONS), self.owner.generate(other, **OPTIONS), 0)
+        time.sleep(max(0, failed + 6 - time.monotonic()))  # peers are asked again after 5 s
         third = make_prompt(14, 1000)
         expected = self.owner.generate(third, **OPTIONS)
         self.check(self.asker.generate(third, **OPTIONS), expected, 960)
