@@ -53,7 +53,10 @@ absl::Status PeerNodeImpl::InitContext(const PeerNodeOptions& options,
                                        const SocketAddress& address) {
   KVASIR_ASSIGN_OR_RETURN(const std::string device, DeviceOf(address));
   const std::vector<std::string> transports = absl::StrSplit(options.transports, ',');
-  has_shared_memory_ = std::find(transports.begin(), transports.end(), "sm") != transports.end();
+  has_shared_memory_ =
+      std::any_of(transports.begin(), transports.end(), [](const std::string& transport) {
+        return transport == "sm" || transport == "posix" || transport == "sysv";
+      });
   ucp_config_t* config = nullptr;
   if (const ucs_status_t status = ucp_config_read(nullptr, nullptr, &config); status != UCS_OK) {
     return UcxError("reading its configuration", status);

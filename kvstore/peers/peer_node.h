@@ -64,7 +64,8 @@ struct PeerNodeOptions {
   std::string host = "127.0.0.1";
   int port = 0;  // 0: any free one
   // UCX's names of the transports that may be used, separated by commas. "tcp" is needed to open
-  // links; with "sm" bodies go through shared memory within a machine.
+  // links; with "sm", or a part of it ("posix", "sysv"), bodies go through shared memory within a
+  // machine.
   std::string transports = "sm,tcp";
   int tick_ms = 100;
 };

@@ -4,8 +4,10 @@
 // Each link has a worker of UCX of its own. A link ends with its worker, whatever state the other
 // process is in, and after that UCX knows none of its memory any more. Closing one endpoint of a
 // worker for certain takes an error mode that no transport over shared memory has. There bodies are
-// read out of the other process, in calls that end soon though it has stopped or is gone; the
-// worker must not end before them.
+// read out of the other process, in calls that end soon though it has stopped or is gone, or, where
+// that is forbidden, sent on by it piece by piece; the worker must not end before them. A peer that
+// has stopped never sends on: after a while its link is given up, and its worker is never touched
+// again and never ends, so that nothing is written to memory that has another use by then.
 #pragma once
 
 #include <chrono>
@@ -80,6 +82,7 @@ class PeerNodeImpl final : public PeerNode {
     bool is_opening = false;
     std::vector<std::unique_ptr<Request>> waiting;
     absl::Status ended;                       // why, once it ends
+    Clock::time_point give_up_at;             // once it ends
     absl::flat_hash_set<Request*> in_flight;  // owned
     int64_t receiving = 0;                    // of them
     // Those of UCX that ended while they were begun.
@@ -104,7 +107,8 @@ class PeerNodeImpl final : public PeerNode {
   void EndAll();
   // Whether nothing reads into memory of the link any more, once it has ended.
   static bool MayBeDestroyed(const Link& link) { return !link.is_shared || link.receiving == 0; }
-  // Destroys a link, at once or when UCX has set it up. No message was ever on one that waits.
+  // Destroys a link, at once or when UCX has set it up. No message was ever on one that waits. One
+  // that something is still received on is given up: it stays as it is, for ever.
   void Destroy(std::unique_ptr<Link> link);
   bool DestroyOpened();
 
@@ -136,7 +140,7 @@ class PeerNodeImpl final : public PeerNode {
   absl::flat_hash_map<PeerLink, std::unique_ptr<Link>> links_;
   std::vector<PeerLink> ending_;                // to be ended outside of UCX's callbacks
   std::vector<std::unique_ptr<Link>> opening_;  // lost, and to be destroyed once they are set up
-  bool is_context_in_use_ = false;              // for ever: a link was never set up
+  bool is_context_in_use_ = false;              // for ever: a link was given up, or never set up
   std::vector<ucp_conn_request_h> connections_;
   Clock::time_point next_tick_ = {};
 

@@ -17,6 +17,8 @@ namespace {
 constexpr unsigned kMessageId = 1;  // of UCX's active messages
 // How long the end of a node waits for links that are set up. What is left then stays UCX's.
 constexpr std::chrono::seconds kSetUpPatience(1);
+// How long a link that ends waits for bodies on their way before it is given up.
+constexpr std::chrono::seconds kBodyPatience(2);
 
 }  // namespace
 
@@ -112,12 +114,14 @@ void PeerNodeImpl::Close(PeerLink id, const absl::Status& why) {
   const auto it = links_.find(id);
   if (it == links_.end() || !it->second->ended.ok()) return;
   it->second->ended = why.ok() ? absl::CancelledError("the link was closed") : why;
+  it->second->give_up_at = Clock::now() + kBodyPatience;
   ending_.push_back(id);
 }
 
 void PeerNodeImpl::EndLinks() {
   for (const PeerLink id : std::exchange(ending_, {})) {
-    if (!MayBeDestroyed(*links_.at(id))) {
+    const Link& ending = *links_.at(id);
+    if (!MayBeDestroyed(ending) && Clock::now() < ending.give_up_at) {
       ending_.push_back(id);
       continue;
     }
@@ -132,19 +136,27 @@ void PeerNodeImpl::EndLinks() {
 // The handler hears nothing of these ends.
 void PeerNodeImpl::EndAll() {
   auto links = std::exchange(links_, {});  // UCX calls back while links are destroyed
+  const Clock::time_point give_up_at = Clock::now() + kBodyPatience;
   for (const auto& [id, link] : links) {
     if (link->ended.ok()) link->ended = absl::CancelledError("the node ends");
-    while (!MayBeDestroyed(*link)) ucp_worker_progress(link->worker);
+    while (!MayBeDestroyed(*link) && Clock::now() < give_up_at) ucp_worker_progress(link->worker);
   }
   for (auto& [id, link] : links) Destroy(std::move(link));
   const Clock::time_point deadline = Clock::now() + kSetUpPatience;
   while (!opening_.empty() && Clock::now() < deadline) DestroyOpened();
-  is_context_in_use_ = !opening_.empty();
+  is_context_in_use_ |= !opening_.empty();
   for (std::unique_ptr<Link>& link : opening_) std::ignore = link.release();
 }
 
 void PeerNodeImpl::Destroy(std::unique_ptr<Link> link) {
-  if (link->is_shared && link->is_opening) opening_.push_back(std::move(link));
+  if (!MayBeDestroyed(*link)) {
+    spdlog::warn("a link is given up in the middle of {} bodies; its memory is kept",
+                 link->receiving);
+    is_context_in_use_ = true;
+    std::ignore = link.release();
+  } else if (link->is_shared && link->is_opening) {
+    opening_.push_back(std::move(link));
+  }
 }
 
 // Returns false when there was nothing to do.

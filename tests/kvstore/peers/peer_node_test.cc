@@ -6,6 +6,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -249,6 +250,44 @@ TEST(PeerNodeEndTest, ANodeEndsThoughALinkIsNeverSetUp) {
     std::_Exit(0);
   };
   EXPECT_EXIT(end_beside_a_stopped_peer(), testing::ExitedWithCode(0), "");
+}
+
+// Bug: without the right to read the other process's memory, a link to one that had stopped in the
+// middle of a body never ended, nor did the node.
+TEST(PeerNodeEndTest, ALinkAndItsNodeEndThoughABodyNeverDoes) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto end_beside_a_stopped_peer = [](bool is_closed_first) {
+    PeerProcess peer("posix,tcp");
+    Collector collector;
+    auto node = PeerNode::Create({.transports = "posix,tcp"}, collector).value();
+    PeerNode& opener = *node;
+    PeerLink link;
+    opener.Post([&] {
+      link = opener.Open(peer.address()).value();
+      opener.Send(link, BytesOf(Asked{.seed = 1, .bytes = 8 << 20, .count = 64}), {}, nullptr);
+    });
+    if (!collector.AwaitArrivals(2)) std::_Exit(1);
+    peer.Signal(SIGSTOP);
+    if (is_closed_first) {
+      opener.Post([&] { opener.Close(link, absl::DeadlineExceededError("silent")); });
+      if (!absl::IsDeadlineExceeded(collector.AwaitLoss(link, seconds(10)))) std::_Exit(2);
+    }
+    const auto begin = std::chrono::steady_clock::now();
+    node.reset();
+    if (std::chrono::steady_clock::now() > begin + seconds(10)) std::_Exit(3);
+    // Nobody writes to memory that was given to the node, though the peer goes on.
+    auto bodies = collector.TakeBodies();
+    for (auto& [seed, body] : bodies) std::fill(body.begin(), body.end(), std::byte{7});
+    peer.Signal(SIGCONT);
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    for (auto& [seed, body] : bodies) {
+      if (std::count(body.begin(), body.end(), std::byte{7}) != std::ssize(body)) std::_Exit(4);
+    }
+    peer.Kill();
+    std::_Exit(0);
+  };
+  EXPECT_EXIT(end_beside_a_stopped_peer(true), testing::ExitedWithCode(0), "");
+  EXPECT_EXIT(end_beside_a_stopped_peer(false), testing::ExitedWithCode(0), "");
 }
 
 // Bug: an owner that was killed could not listen for a minute, until its connections were
