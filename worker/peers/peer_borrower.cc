@@ -1,6 +1,7 @@
 #include "worker/peers/peer_borrower.h"
 
 #include <algorithm>
+#include <system_error>
 #include <utility>
 
 #include "absl/strings/numbers.h"
@@ -9,6 +10,7 @@
 
 #include "kernels/base/status_macros.h"
 #include "kvstore/peers/socket_address.h"
+#include "proto/process/named_thread.h"
 #include "worker/peers/peer_lender.h"
 
 namespace kvasir::worker {
@@ -25,7 +27,9 @@ bool IsRefusal(const absl::Status& why) {
          absl::IsInvalidArgument(why);
 }
 
-absl::StatusOr<std::string> ResolveName(const std::string& name) {
+}  // namespace
+
+absl::StatusOr<std::string> ResolvePeer(const std::string& name) {
   const size_t colon = name.rfind(':');
   int port = 0;
   if (colon == std::string::npos || !absl::SimpleAtoi(name.substr(colon + 1), &port)) {
@@ -35,8 +39,6 @@ absl::StatusOr<std::string> ResolveName(const std::string& name) {
                           kvstore::Resolve(name.substr(0, colon), port));
   return address.ToString();
 }
-
-}  // namespace
 
 PeerBorrower::PeerBorrower(PeerBorrowerOptions options, OnEnd on_end)
     : options_(std::move(options)), on_end_(std::move(on_end)), peers_(options_.peers.size()) {
@@ -65,15 +67,24 @@ void PeerBorrower::OnTick() {
   }
 }
 
-// Names are looked up on a thread of their own, which may take long.
+// Names are looked up on a thread of their own, which may take long: it owns all that it uses, and
+// nobody waits for it when the borrower ends.
 void PeerBorrower::Connect(size_t index) {
   Peer& peer = peers_[index];
   if (kvstore::ParseAddress(peer.name).ok()) {
     OpenTo(index, peer.name);
     return;
   }
+  std::packaged_task<absl::StatusOr<std::string>()> task(
+      [resolve = options_.resolve, name = peer.name] { return resolve(name); });
+  peer.address = task.get_future();
   peer.state = Peer::State::kLookedUp;
-  peer.address = std::async(std::launch::async, [name = peer.name] { return ResolveName(name); });
+  try {
+    proto::NamedThread("resolve", std::move(task)).detach();
+  } catch (const std::system_error& error) {
+    SetAway(peer,
+            absl::UnavailableError(absl::StrCat("no thread looks up its name: ", error.what())));
+  }
 }
 
 void PeerBorrower::OpenTo(size_t index, const absl::StatusOr<std::string>& address) {

@@ -29,6 +29,9 @@
 
 namespace kvasir::worker {
 
+// The address of a peer called HOST:PORT, as numbers. May ask name servers, and take long.
+absl::StatusOr<std::string> ResolvePeer(const std::string& name);
+
 struct PeerBorrowerOptions {
   std::vector<std::string> peers;  // HOST:PORT; this process's own address is left out
   std::string fingerprint;         // of the blocks
@@ -43,6 +46,8 @@ struct PeerBorrowerOptions {
   std::chrono::milliseconds longest_pause{30'000};
   // Most bytes that one peer is asked for at a time, and at least one block.
   int64_t window_bytes = int64_t{64} << 20;
+  // Called on any thread, perhaps beyond the borrower's end. Tests have one that waits.
+  std::function<absl::StatusOr<std::string>(const std::string& name)> resolve = ResolvePeer;
 };
 
 class PeerBorrower {

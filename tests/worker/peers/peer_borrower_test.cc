@@ -1,5 +1,9 @@
 #include "worker/peers/peer_borrower.h"
 
+#include <chrono>
+#include <functional>
+#include <future>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -18,7 +22,10 @@ class IdleNode : public kvstore::PeerNode {
  public:
   const std::string& address() const override { return address_; }
   void Post(std::function<void()>) override {}
-  absl::StatusOr<PeerLink> Open(const std::string&) override { return opened = PeerLink(++links_); }
+  absl::StatusOr<PeerLink> Open(const std::string& address) override {
+    address_opened = address;
+    return opened = PeerLink(++links_);
+  }
   void Send(PeerLink, absl::Span<const std::byte>, absl::Span<const std::byte>,
             std::function<void()>) override {
     ++sent;
@@ -26,6 +33,7 @@ class IdleNode : public kvstore::PeerNode {
   void Close(PeerLink link, const absl::Status& why) override { closed = {link, why}; }
 
   PeerLink opened;
+  std::string address_opened;
   std::pair<PeerLink, absl::Status> closed;
   int64_t sent = 0;
 
@@ -68,6 +76,39 @@ TEST_F(PeerBorrowerTest, APeerThatGreetedWronglyIsHeardWhenItGreetsAgain) {
   ASSERT_NE(node_.opened, first);
   EXPECT_TRUE(Receive(borrower, PeerMessage::kHello, 32));
   EXPECT_EQ(node_.sent, 1) << "it is not answered";
+}
+
+// Bug: the end of an engine waited for a name server.
+TEST_F(PeerBorrowerTest, ItsEndWaitsForNoNameServer) {
+  struct NameServer {
+    std::promise<void> asked, answers, answered;
+  };
+  const auto server = std::make_shared<NameServer>();
+  options_.peers = {"replica:2"};
+  options_.resolve = [server](const std::string& name) -> absl::StatusOr<std::string> {
+    server->asked.set_value();
+    server->answers.get_future().wait_for(std::chrono::seconds(20));
+    server->answered.set_value();
+    return name;
+  };
+  auto borrower = std::make_unique<PeerBorrower>(options_, nullptr);
+  borrower->OnStart(node_);
+  borrower->OnTick();
+  server->asked.get_future().wait();
+  std::future<void> answered = server->answered.get_future();
+  borrower.reset();
+  EXPECT_EQ(answered.wait_for(std::chrono::seconds(0)), std::future_status::timeout);
+  server->answers.set_value();
+  answered.wait();
+}
+
+TEST_F(PeerBorrowerTest, APeerIsReachedAtTheAddressOfItsName) {
+  options_.peers = {"replica:2"};
+  options_.resolve = [](const std::string&) { return "127.0.0.1:2"; };
+  PeerBorrower borrower(options_, nullptr);
+  borrower.OnStart(node_);
+  while (node_.opened == PeerLink()) borrower.OnTick();
+  EXPECT_EQ(node_.address_opened, "127.0.0.1:2");
 }
 
 }  // namespace
