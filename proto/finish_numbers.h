@@ -24,4 +24,9 @@ inline uint64_t SkippedPages(const v1::BlocksSkipped& skipped) {
   return skipped.selected_out() + skipped.window() + skipped.pruned() + skipped.terminated();
 }
 
+// Returns the number of prompt tokens that were found in any tier.
+inline uint64_t TokensOfAllTiers(const v1::CachedTokens& cached) {
+  return uint64_t{cached.device()} + cached.host() + cached.disk() + cached.peer();
+}
+
 }  // namespace kvasir::proto

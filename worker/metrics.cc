@@ -359,7 +359,7 @@ void WorkerMetrics::RecordTiers(const Engine& engine) {
   s.adopted_damaged.Follow(stats.adoption.damaged);
   s.adopted_evicted.Follow(stats.adoption.evicted);
   s.selection_memory.Set(static_cast<double>(engine.selection_memory_bytes()));
-  RecordDisk(engine);
+  RecordDisk(engine, stats);
   RecordPeers(stats.tier.peers);
 }
 
@@ -376,8 +376,7 @@ void WorkerMetrics::RecordPeers(const kvstore::PeerStats& peers) {
   s.lent.Follow(peers.lent_blocks);
 }
 
-void WorkerMetrics::RecordDisk(const Engine& engine) {
-  const kvstore::KvStoreStats stats = engine.store().stats();
+void WorkerMetrics::RecordDisk(const Engine& engine, const kvstore::KvStoreStats& stats) {
   const kvstore::TierStats& disk = stats.tier;
   Series& s = *series_;
   const auto pages = [&](int64_t blocks) { return blocks * engine.pages_per_block(); };

@@ -41,7 +41,7 @@ class WorkerMetrics {
   struct PolicySeries;  // of one of its policies
 
   void RecordFailures(const v1::StepPlan& plan, const v1::StepReply& reply);
-  void RecordDisk(const Engine& engine);
+  void RecordDisk(const Engine& engine, const kvstore::KvStoreStats& stats);
   void RecordPeers(const kvstore::PeerStats& peers);
   void RecordAttention(const AttentionMeter& meter);
 

@@ -15,6 +15,7 @@
 #include "coordinator/cli/calls/connect.h"
 #include "coordinator/cli/progress_bar.h"
 #include "kernels/base/status_macros.h"
+#include "proto/finish_numbers.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -101,8 +102,7 @@ LoadSummary Summarize(const std::vector<TimedStream>& streams, absl::Duration wa
     load.gaps.insert(load.gaps.end(), own.begin(), own.end());
     const v1::Usage& usage = stream.finish.usage();
     load.prompt_tokens += usage.prompt_tokens();
-    load.cached_tokens += usage.cached_tokens().device() + usage.cached_tokens().host() +
-                          usage.cached_tokens().disk() + usage.cached_tokens().peer();
+    load.cached_tokens += proto::TokensOfAllTiers(usage.cached_tokens());
   }
   return load;
 }

@@ -12,10 +12,11 @@
 #include "absl/strings/str_format.h"
 #include "nlohmann/json.hpp"
 
-#include "coordinator/cli/check_text.h"
 #include "coordinator/cli/calls/connect.h"
+#include "coordinator/cli/check_text.h"
 #include "coordinator/cli/terminal/interrupt_watch.h"
 #include "kernels/base/status_macros.h"
+#include "proto/finish_numbers.h"
 #include "proto/grpc_status.h"
 #include "proto/kvasir/v1/generation.grpc.pb.h"
 
@@ -175,12 +176,11 @@ class Chat {
 
   void TakeFinish(const v1::Finish& finish) {
     const v1::Usage& usage = finish.usage();
-    const v1::CachedTokens& cached = usage.cached_tokens();
-    context_ = absl::StrFormat(
-        "%d of %d tokens: %d read, of which %d were cached, and %d answered\n",
-        usage.prompt_tokens() + usage.completion_tokens(), model_.max_context_length(),
-        usage.prompt_tokens(), cached.device() + cached.host() + cached.disk() + cached.peer(),
-        usage.completion_tokens());
+    context_ =
+        absl::StrFormat("%d of %d tokens: %d read, of which %d were cached, and %d answered\n",
+                        usage.prompt_tokens() + usage.completion_tokens(),
+                        model_.max_context_length(), usage.prompt_tokens(),
+                        proto::TokensOfAllTiers(usage.cached_tokens()), usage.completion_tokens());
     if (finish.reason() == v1::FINISH_REASON_LENGTH) {
       Say("\n[the answer reached --max-tokens or the end of the context]");
     }

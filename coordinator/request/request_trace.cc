@@ -128,7 +128,7 @@ void SetUsage(int64_t prompt_tokens, const v1::Usage& usage, otlp::Span& span) {
   SetAttribute("gen_ai.usage.input_tokens", prompt_tokens, span);
   SetAttribute("gen_ai.usage.output_tokens", int64_t{usage.completion_tokens()}, span);
   SetAttribute("gen_ai.usage.cache_read.input_tokens",
-               int64_t{cached.device()} + cached.host() + cached.disk() + cached.peer(), span);
+               static_cast<int64_t>(proto::TokensOfAllTiers(cached)), span);
   SetAttribute("kvasir.cached_tokens.device", int64_t{cached.device()}, span);
   SetAttribute("kvasir.cached_tokens.host", int64_t{cached.host()}, span);
   SetAttribute("kvasir.cached_tokens.disk", int64_t{cached.disk()}, span);

@@ -89,8 +89,7 @@ engine::GenerateResponse VllmAnswer::Complete(const v1::Finish& finish) {
   const v1::Usage& usage = finish.usage();
   complete.set_prompt_tokens(usage.prompt_tokens());
   complete.set_completion_tokens(usage.completion_tokens());
-  complete.set_cached_tokens(usage.cached_tokens().device() + usage.cached_tokens().host() +
-                             usage.cached_tokens().disk() + usage.cached_tokens().peer());
+  complete.set_cached_tokens(static_cast<uint32_t>(proto::TokensOfAllTiers(usage.cached_tokens())));
   if (scores_.has_value()) *complete.mutable_input_logprobs() = *std::exchange(scores_, {});
   if (finish.has_matched_token_id()) complete.set_matched_token_id(finish.matched_token_id());
   if (finish.has_matched_stop_str()) complete.set_matched_stop_str(finish.matched_stop_str());

@@ -8,6 +8,7 @@
 #include <netdb.h>
 #include <netinet/in.h>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 
 namespace kvasir::kvstore {
@@ -51,6 +52,16 @@ std::string SocketAddress::ToString() const {
   if (error != 0) return "an unknown address";
   const bool is_v6 = storage.ss_family == AF_INET6;
   return absl::StrCat(is_v6 ? "[" : "", host.data(), is_v6 ? "]:" : ":", port.data());
+}
+
+absl::StatusOr<HostPort> SplitHostPort(const std::string& text) {
+  const size_t colon = text.rfind(':');
+  HostPort split;
+  if (colon == std::string::npos || !absl::SimpleAtoi(text.substr(colon + 1), &split.port)) {
+    return absl::InvalidArgumentError(absl::StrCat("'", text, "' is not HOST:PORT"));
+  }
+  split.host = text.substr(0, colon);
+  return split;
 }
 
 absl::StatusOr<SocketAddress> Resolve(const std::string& host, int port) {

@@ -17,6 +17,13 @@ struct SocketAddress {
   std::string ToString() const;  // "127.0.0.1:80", "[::1]:80"
 };
 
+struct HostPort {
+  std::string host;
+  int port = 0;
+};
+
+// Splits HOST:PORT at its last colon; INVALID_ARGUMENT.
+absl::StatusOr<HostPort> SplitHostPort(const std::string& text);
 // `host` is a name or an address. INVALID_ARGUMENT when it cannot be resolved. Blocks.
 absl::StatusOr<SocketAddress> Resolve(const std::string& host, int port);
 // Reads what ToString writes; INVALID_ARGUMENT.

@@ -4,7 +4,6 @@
 #include <system_error>
 #include <utility>
 
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "spdlog/spdlog.h"
 
@@ -30,13 +29,8 @@ bool IsRefusal(const absl::Status& why) {
 }  // namespace
 
 absl::StatusOr<std::string> ResolvePeer(const std::string& name) {
-  const size_t colon = name.rfind(':');
-  int port = 0;
-  if (colon == std::string::npos || !absl::SimpleAtoi(name.substr(colon + 1), &port)) {
-    return absl::InvalidArgumentError(absl::StrCat("'", name, "' is not HOST:PORT"));
-  }
-  KVASIR_ASSIGN_OR_RETURN(const kvstore::SocketAddress address,
-                          kvstore::Resolve(name.substr(0, colon), port));
+  KVASIR_ASSIGN_OR_RETURN(const kvstore::HostPort at, kvstore::SplitHostPort(name));
+  KVASIR_ASSIGN_OR_RETURN(const kvstore::SocketAddress address, kvstore::Resolve(at.host, at.port));
   return address.ToString();
 }
 

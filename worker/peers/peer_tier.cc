@@ -6,7 +6,6 @@
 #include <thread>
 #include <utility>
 
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "spdlog/spdlog.h"
 
@@ -14,6 +13,7 @@
 #include "kernels/base/status_macros.h"
 #include "kvstore/peers/lent_blocks.h"
 #include "kvstore/peers/peer_node.h"
+#include "kvstore/peers/socket_address.h"
 #include "proto/process/named_thread.h"
 #include "worker/peers/peer_borrower.h"
 #include "worker/peers/peer_lender.h"
@@ -122,15 +122,13 @@ class PeerTierImpl final : public PeerTier, private kvstore::PeerHandler {
 };
 
 absl::Status PeerTierImpl::Start(const PeerTierOptions& options) {
-  const size_t colon = options.listen.rfind(':');
-  int port = 0;
-  if (colon == std::string::npos || !absl::SimpleAtoi(options.listen.substr(colon + 1), &port)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--peer-listen '", options.listen, "' is not HOST:PORT"));
+  const absl::StatusOr<kvstore::HostPort> at = kvstore::SplitHostPort(options.listen);
+  if (!at.ok()) {
+    return absl::InvalidArgumentError(absl::StrCat("--peer-listen ", at.status().message()));
   }
   kvstore::PeerNodeOptions node;
-  node.host = options.listen.substr(0, colon);
-  node.port = port;
+  node.host = at->host;
+  node.port = at->port;
   node.transports = options.transports;
   KVASIR_ASSIGN_OR_RETURN(node_, PeerNode::Create(node, *this));
   verifier_ = proto::NamedThread("verify", [this] { VerifyAll(); });

@@ -30,13 +30,12 @@ json UsageSum::Json(State state) const {
                 {"completion_tokens", completion_tokens_},
                 {"total_tokens", prompt_tokens_ + completion_tokens_}};
   if (state == State::kRunning) return usage;
-  usage["prompt_tokens_details"] = {
-      {"cached_tokens", cached_.device() + cached_.host() + cached_.disk() + cached_.peer()},
-      {"cached_tokens_by_tier",
-       {{"device", cached_.device()},
-        {"host", cached_.host()},
-        {"disk", cached_.disk()},
-        {"peer", cached_.peer()}}}};
+  usage["prompt_tokens_details"] = {{"cached_tokens", proto::TokensOfAllTiers(cached_)},
+                                    {"cached_tokens_by_tier",
+                                     {{"device", cached_.device()},
+                                      {"host", cached_.host()},
+                                      {"disk", cached_.disk()},
+                                      {"peer", cached_.peer()}}}};
   json mass = 1;
   if (mass_samples_ > 0) mass = mass_ / static_cast<double>(mass_samples_);
   if (mass_unknown_) mass = nullptr;
