@@ -48,7 +48,7 @@ absl::StatusOr<std::unique_ptr<kvstore::Tier>> OpenHead(const DiskOptions& optio
   const int64_t num_heads = options.shard.layout.num_kv_heads;
   kvstore::DiskTierOptions disk;
   disk.directory = absl::StrCat(options.config.kv_disk_path(), "/head", head);
-  disk.shard = kvstore::ShardOfHead(options.shard, head);
+  disk.shard = kvstore::ShardOfHeads(options.shard, {.first = head, .count = 1});
   if (num_heads > 1) disk.memory = rank;
   disk.capacity_bytes = static_cast<int64_t>(options.config.kv_disk_size_gb() * 1e9) / num_heads;
   disk.group_bytes = kGroupBytes / num_heads;

@@ -11,9 +11,10 @@
 namespace kvasir::coordinator {
 
 // Returns the addresses that each rank asks, by rank; empty without peers. A replica is given by
-// the address of its rank 0, whose further ranks have the following ports, or by the addresses of
-// all of them, joined by
-// '+'. INVALID_ARGUMENT for what is no address, and for a replica of another number of ranks.
+// the address of its rank 0, whose further ranks have the following ports, with "*N" where they are
+// not as many as here; or by the addresses of all of them, joined by '+'. Of a replica with as many
+// ranks a rank asks the same one, of others all that may have some of its KV heads.
+// INVALID_ARGUMENT for what is no address.
 absl::StatusOr<std::vector<std::vector<std::string>>> ParsePeers(absl::string_view peers,
                                                                  int64_t num_ranks);
 

@@ -1,9 +1,10 @@
-// One KV head's part of an extent, as an extent of its own: what a store on disk holds, whatever
-// the degree of the service. It hides where the head's pages lie among those of others. Called by
-// the disk tier. Thread-safe: const functions only.
+// The part of an extent that belongs to one KV head, or to several in a row, as an extent of its
+// own: what a store on disk holds, and what peers of other degrees give each other. It hides where
+// these heads' pages lie among those of others. Called by the disk tier and by peers. Thread-safe:
+// const functions only.
 //
-//   rank's extent   [header][checksums][bounds][pages: layer 0 of heads 0 1 2, layer 1 of heads
-//   ...] head's extent   [header][checksums][bounds][pages: layer 0, layer 1, ... of the head]
+//   rank's extent    [header][checksums][bounds][pages: layer 0 of heads 0 1 2, layer 1 of ...]
+//   heads' extent    [header][checksums][bounds][pages: layer 0 of heads 1 2, layer 1 of ...]
 #pragma once
 
 #include <cstddef>
@@ -17,31 +18,47 @@
 
 namespace kvasir::kvstore {
 
-// Returns the shard that holds one of the shard's heads. `head` is of the model.
-KvShard ShardOfHead(const KvShard& shard, int64_t head);
+// Some of the model's KV heads, in a row.
+struct HeadRange {
+  int64_t first = 0;
+  int64_t count = 0;
+
+  int64_t end() const { return first + count; }
+  bool operator==(const HeadRange&) const = default;
+};
+
+inline HeadRange HeadsOf(const KvShard& shard) {
+  return {.first = shard.first_head, .count = shard.layout.num_kv_heads};
+}
+// Returns the heads that are in both; `count` 0: none.
+HeadRange Common(const HeadRange& a, const HeadRange& b);
+
+// Returns the shard that holds some of the shard's heads.
+KvShard ShardOfHeads(const KvShard& shard, const HeadRange& heads);
 
 class HeadExtent {
  public:
-  // `head` is of the model. INVALID_ARGUMENT when it is none of the extents' heads.
-  static absl::StatusOr<HeadExtent> Create(const ExtentFormat& rank, int64_t head);
+  // INVALID_ARGUMENT when some of the heads are none of the extents', or there are none.
+  static absl::StatusOr<HeadExtent> Create(const ExtentFormat& rank, const HeadRange& heads);
 
-  const ExtentFormat& format() const { return head_; }
+  const ExtentFormat& format() const { return heads_; }
 
-  // Makes the head's extent of a rank's whose pages, bounds and page checksums are in place.
+  // Makes the heads' extent of a rank's whose pages, bounds and page checksums are in place.
+  // Nothing is left of what was there.
   void Gather(const BlockIdentity& block, absl::Span<const std::byte> rank_extent,
-              absl::Span<std::byte> head_extent) const;
-  // Puts the pages, bounds and page checksums of the head's extent into their places in the rank's
+              absl::Span<std::byte> heads_extent) const;
+  // Puts the pages, bounds and page checksums of the heads' extent into their places in the rank's
   // and leaves everything else of that as it is. Different heads may do so on different threads.
-  void Scatter(absl::Span<const std::byte> head_extent, absl::Span<std::byte> rank_extent) const;
+  void Scatter(absl::Span<const std::byte> heads_extent, absl::Span<std::byte> rank_extent) const;
 
  private:
-  HeadExtent(const ExtentFormat& rank, const ExtentFormat& head) : rank_(rank), head_(head) {}
+  HeadExtent(const ExtentFormat& rank, const ExtentFormat& heads) : rank_(rank), heads_(heads) {}
 
-  // Calls visit(offset in the rank's extent, offset in the head's, bytes) for every part.
+  // Calls visit(offset in the rank's extent, offset in the heads', bytes) for every part.
   void ForEachPart(absl::FunctionRef<void(int64_t, int64_t, int64_t)> visit) const;
 
   ExtentFormat rank_;
-  ExtentFormat head_;
+  ExtentFormat heads_;
 };
 
 }  // namespace kvasir::kvstore

@@ -232,19 +232,12 @@ absl::StatusOr<BlockIdentity> ExtentFormat::ReadHeader(absl::Span<const std::byt
   return block;
 }
 
-absl::Status ExtentFormat::Verify(const BlockIdentity& expected,
-                                  absl::Span<const std::byte> extent) const {
+absl::StatusOr<BlockIdentity> ExtentFormat::ReadSections(absl::Span<const std::byte> extent) const {
   if (static_cast<int64_t>(extent.size()) != extent_bytes_) {
     return absl::DataLossError(
         absl::StrCat("extent: ", extent.size(), " bytes, expected ", extent_bytes_));
   }
   KVASIR_ASSIGN_OR_RETURN(const BlockIdentity found, ReadHeader(extent));
-  if (found.hash != expected.hash || found.generation != expected.generation ||
-      found.tokens != expected.tokens) {
-    return absl::DataLossError(absl::StrCat(
-        "extent: block ", Hex(found.hash.data(), 4), " of generation ", found.generation,
-        ", expected ", Hex(expected.hash.data(), 4), " of generation ", expected.generation));
-  }
   Header header;
   std::memcpy(&header, extent.data(), sizeof(header));
   for (const Section& section : header.sections) {
@@ -253,6 +246,18 @@ absl::Status ExtentFormat::Verify(const BlockIdentity& expected,
                                             SectionBytes(section, extent))) {
       return absl::DataLossError(absl::StrCat("extent: wrong checksum of section ", section.kind));
     }
+  }
+  return found;
+}
+
+absl::Status ExtentFormat::Verify(const BlockIdentity& expected,
+                                  absl::Span<const std::byte> extent) const {
+  KVASIR_ASSIGN_OR_RETURN(const BlockIdentity found, ReadSections(extent));
+  if (found.hash != expected.hash || found.generation != expected.generation ||
+      found.tokens != expected.tokens) {
+    return absl::DataLossError(absl::StrCat(
+        "extent: block ", Hex(found.hash.data(), 4), " of generation ", found.generation,
+        ", expected ", Hex(expected.hash.data(), 4), " of generation ", expected.generation));
   }
   const size_t page_bytes = static_cast<size_t>(shard_.layout.page_bytes());
   for (int64_t i = 0; i < shard_.layout.pages_per_block(); ++i) {
@@ -270,11 +275,20 @@ absl::Status ExtentFormat::Verify(const BlockIdentity& expected,
 
 std::string ExtentFormat::Fingerprint() const {
   const kernels::KvLayout& layout = shard_.layout;
+  return absl::StrCat(FingerprintBeforeHeads(), layout.num_kv_heads, " KV heads of dimension ",
+                      layout.head_dim, " from ", shard_.first_head);
+}
+
+std::string ExtentFormat::FingerprintOfAnyHeads() const {
+  return absl::StrCat(FingerprintBeforeHeads(), "KV heads of dimension ", shard_.layout.head_dim);
+}
+
+std::string ExtentFormat::FingerprintBeforeHeads() const {
+  const kernels::KvLayout& layout = shard_.layout;
   return absl::StrCat("version ", kVersion, ", weights ",
                       absl::BytesToHexString(shard_.weights_hash), ", ", shard_.kv_form, ", ",
                       kernels::DTypeName(layout.dtype), ", ", layout.num_layers, " layers from ",
-                      shard_.first_layer, ", ", layout.num_kv_heads, " KV heads of dimension ",
-                      layout.head_dim, " from ", shard_.first_head);
+                      shard_.first_layer, ", ");
 }
 
 }  // namespace kvasir::kvstore

@@ -78,6 +78,9 @@ class ExtentFormat {
   // Reads the first 4 KiB of an extent. DATA_LOSS when they are damaged or no header,
   // FAILED_PRECONDITION when they belong to another version, byte order, model, shard or shape.
   absl::StatusOr<BlockIdentity> ReadHeader(absl::Span<const std::byte> header) const;
+  // As ReadHeader, and DATA_LOSS when page checksums or bounds are not as written. Pages are not
+  // looked at.
+  absl::StatusOr<BlockIdentity> ReadSections(absl::Span<const std::byte> extent) const;
   // OK when the extent is the block's and every byte that can be read from it is as written. Errors
   // are those of ReadHeader, and DATA_LOSS for another block or generation.
   absl::Status Verify(const BlockIdentity& expected, absl::Span<const std::byte> extent) const;
@@ -85,9 +88,12 @@ class ExtentFormat {
   // Names version, model, shard and shape. Stores with equal fingerprints can read each other's
   // extents.
   std::string Fingerprint() const;
+  // The same without the heads: equal for the ranks of all degrees.
+  std::string FingerprintOfAnyHeads() const;
 
  private:
   explicit ExtentFormat(const KvShard& shard);
+  std::string FingerprintBeforeHeads() const;
 
   KvShard shard_;
   int64_t bounds_offset_ = 0;

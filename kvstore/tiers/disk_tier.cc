@@ -141,7 +141,7 @@ absl::StatusOr<std::unique_ptr<Tier>> OpenDiskTier(DiskTierOptions options) {
   KVASIR_ASSIGN_OR_RETURN(const ExtentFormat format, ExtentFormat::Create(options.shard));
   std::optional<HeadExtent> part;
   if (options.memory.has_value()) {
-    KVASIR_ASSIGN_OR_RETURN(part, HeadExtent::Create(*options.memory, options.shard.first_head));
+    KVASIR_ASSIGN_OR_RETURN(part, HeadExtent::Create(*options.memory, HeadsOf(options.shard)));
     if (part->format().Fingerprint() != format.Fingerprint()) {
       return absl::InvalidArgumentError(absl::StrCat("disk tier: a store of ", format.Fingerprint(),
                                                      " for extents of ",

@@ -59,7 +59,7 @@ std::unique_ptr<Tier> Open(const std::string& folder, const Form& form) {
   std::vector<std::unique_ptr<Tier>> heads;
   for (int64_t head = 0; head < form.heads; ++head) {
     DiskTierOptions options =
-        Options(folder + "/head" + std::to_string(head), ShardOfHead(shard, head));
+        Options(folder + "/head" + std::to_string(head), ShardOfHeads(shard, {head, 1}));
     if (form.heads > 1) options.memory = rank;
     options.group_bytes /= form.heads;
     heads.push_back(OpenDiskTier(std::move(options)).value());

@@ -140,6 +140,46 @@ class Fetching(PeersTest):
                     self.assertEqual(peer_blocks(owner, "lent"), lent)
 
 
+class OtherDegrees(PeersTest):
+    """The tiny model has two KV heads: at degree 4 two ranks share each."""
+
+    def fetch(self, owner_ranks, asker_ranks, *flags):
+        first = free_ports(owner_ranks + asker_ranks)
+        ports = [first, first + owner_ranks]
+        replicas = f"127.0.0.1:{ports[0]}*{owner_ranks},127.0.0.1:{ports[1]}*{asker_ranks}"
+        flags = [f"--peer-secret-file={self.secret}", f"--peers={replicas}", *FLAGS, *flags]
+        prompt = make_prompt(20 + owner_ranks, 2000)
+        shared = 1999 // BLOCK * BLOCK
+        with Service(model=self.model, flags=[f"--tensor-parallel-size={owner_ranks}", f"--peer-listen=127.0.0.1:{ports[0]}", *flags]) as owner, \
+                Service(model=self.model, flags=[f"--tensor-parallel-size={asker_ranks}", f"--peer-listen=127.0.0.1:{ports[1]}", *flags]) as asker:
+            for service in (owner, asker):  # each worker of the larger group has a link to one of the smaller
+                deadline = time.monotonic() + 60
+                while service.log().count(": linked, for blocks of") < max(owner_ranks, asker_ranks):
+                    self.assertLess(time.monotonic(), deadline, service.log())
+                    time.sleep(0.05)
+            expected = owner.generate(prompt, **OPTIONS)
+            self.assertEqual(expected.cached_tokens, 0)
+            answer = asker.generate(prompt, **OPTIONS)
+            self.check(answer, expected, shared)
+            computed = asker.metric("kvasir_prompt_tokens_total") - asker.metric("kvasir_prompt_tokens_cached_by_source_total")
+            self.assertEqual(computed, len(prompt) - shared)
+            for rank in range(asker_ranks):
+                self.assertEqual(peer_blocks(asker, "fetched", rank), shared // BLOCK)
+                self.assertEqual([peer_blocks(asker, result, rank) for result in ("absent", "failed", "refused")], [0, 0, 0])
+            longer = answer.token_ids + prompt[:500]  # and back: what the asker made is lent to the owner
+            expected = asker.generate(longer, **OPTIONS)
+            self.check(owner.generate(longer, **OPTIONS), expected, (len(longer) - 1) // BLOCK * BLOCK)
+
+    def test_two_ranks_fetch_from_one(self):
+        self.fetch(1, 2)
+
+    def test_one_rank_fetches_from_two(self):
+        self.fetch(2, 1)
+
+    def test_ranks_that_share_heads_fetch_from_ranks_that_do_not(self):
+        self.fetch(2, 4, "--peer-transports=tcp")
+
+
 class Failing(PeersTest):
     def setUp(self):
         first = free_ports(2)
@@ -229,7 +269,7 @@ class Refused(PeersTest):
     def test_flags_that_cannot_serve_end_the_start_with_words(self):
         for flags, words in (
                 (["--peers=nowhere"], "'nowhere' is no address of a peer"),
-                (["--peers=127.0.0.1:1+127.0.0.1:2"], "peers must have as many"),
+                (["--peers=127.0.0.1:1*0"], "'127.0.0.1:1*0' is no replica"),
                 (["--peer-listen=0.0.0.0:7000"], "--peer-secret-file"),
                 (["--peer-listen=127.0.0.1:70000"], "is no address of a peer"),
                 (["--peer-listen=127.0.0.1:0", "--peer-secret-file=/nowhere"], "--peer-secret-file /nowhere cannot be read")):

@@ -1,6 +1,7 @@
 #include "worker/peers/peer_borrower.h"
 
 #include <algorithm>
+#include <cstring>
 #include <system_error>
 #include <utility>
 
@@ -34,8 +35,13 @@ absl::StatusOr<std::string> ResolvePeer(const std::string& name) {
   return address.ToString();
 }
 
-PeerBorrower::PeerBorrower(PeerBorrowerOptions options, OnEnd on_end)
-    : options_(std::move(options)), on_end_(std::move(on_end)), peers_(options_.peers.size()) {
+PeerBorrower::PeerBorrower(PeerBorrowerOptions options, const kvstore::ExtentFormat& format,
+                           OnEnd on_end)
+    : options_(std::move(options)),
+      format_(format),
+      heads_(kvstore::HeadsOf(format.shard())),
+      on_end_(std::move(on_end)),
+      peers_(options_.peers.size()) {
   for (size_t i = 0; i < peers_.size(); ++i) peers_[i].name = options_.peers[i];
 }
 
@@ -116,16 +122,16 @@ void PeerBorrower::OnLost(PeerLink link, const absl::Status& why) {
   if (!lost) return;
   Peer& peer = peers_[lost.mapped()];
   if (peer.state == Peer::State::kReady) --num_linked_;
-  peer.outstanding = 0;
+  peer.outstanding = peer.outstanding_bytes = 0;
   peer.greeting.clear();
   SetAway(peer, why);
   std::vector<uint64_t> tickets;
   for (const auto& [ticket, fetch] : fetches_) {
-    if (fetch.is_asked && fetch.peer == lost.mapped()) tickets.push_back(ticket);
+    if (fetch.is_asked && fetch.part.peer == lost.mapped()) tickets.push_back(ticket);
   }
   std::sort(tickets.begin(), tickets.end());
   for (const uint64_t ticket : tickets) {
-    Fetched& fetch = fetches_.at(ticket);
+    Fetch& fetch = fetches_.at(ticket);
     fetch.has_failed = true;
     AskNext(ticket, fetch);
   }
@@ -149,13 +155,18 @@ std::optional<absl::Span<std::byte>> PeerBorrower::PlaceOf(PeerLink link, const 
   }
   const auto it = fetches_.find(header.ticket);
   if (it == fetches_.end()) return std::nullopt;
-  Fetched& fetch = it->second;
-  if (!fetch.is_asked || &peers_[fetch.peer] != &peer || fetch.has_place ||
-      body_bytes != fetch.read.extent.size()) {
+  Fetch& fetch = it->second;
+  const bool is_whole = fetch.part.heads == heads_;
+  if (!fetch.is_asked || &peers_[fetch.part.peer] != &peer || fetch.has_place ||
+      static_cast<int64_t>(body_bytes) != BytesOf(fetch.part.heads)) {
     return std::nullopt;
   }
   fetch.has_place = true;
-  return fetch.read.extent;
+  if (is_whole) return blocks_.at(fetch.block).read.extent;
+  const auto memory = memory_.Take(BytesOf(fetch.part.heads));
+  if (!memory.ok()) return std::nullopt;
+  fetch.part.memory = *memory;
+  return fetch.part.memory->bytes();
 }
 
 void PeerBorrower::OnMessage(PeerLink link, const PeerHeader& header,
@@ -204,65 +215,128 @@ void PeerBorrower::TakeWelcome(Peer& peer, absl::string_view body) {
                                 "--peer-secret-file"));
     return;
   }
-  const absl::string_view theirs = body.substr(kProofBytes);
-  if (theirs != options_.fingerprint) {
-    node_->Close(peer.link,
-                 absl::FailedPreconditionError(absl::StrCat(
-                     "it has blocks of ", theirs, ", this worker of ", options_.fingerprint,
-                     "; peers must serve the same model, with the same KV and ranks")));
+  WireHeads heads;
+  if (body.size() < kProofBytes + sizeof(heads)) {
+    node_->Close(peer.link, absl::FailedPreconditionError("its welcome ends too soon"));
+    return;
+  }
+  std::memcpy(&heads, body.data() + kProofBytes, sizeof(heads));
+  peer.heads = heads.range();
+  const absl::string_view theirs = body.substr(kProofBytes + sizeof(heads));
+  if (theirs != format_.FingerprintOfAnyHeads()) {
+    node_->Close(peer.link, absl::FailedPreconditionError(absl::StrCat(
+                                "it has blocks of ", theirs, ", this worker of ",
+                                format_.FingerprintOfAnyHeads(),
+                                "; peers must serve the same model, with the same KV")));
+    return;
+  }
+  if (kvstore::Common(peer.heads, heads_).count == 0) {
+    node_->Close(peer.link, absl::FailedPreconditionError(absl::StrCat(
+                                "it has ", peer.heads.count, " KV heads from ", peer.heads.first,
+                                ", this worker ", heads_.count, " from ", heads_.first,
+                                "; give --peers all workers of a replica, rank 0 first")));
     return;
   }
   peer.state = Peer::State::kReady;
   peer.pause = {};
   peer.told.clear();
   ++num_linked_;
-  spdlog::info("peer {}: linked, for blocks of {}", peer.name, options_.fingerprint);
+  spdlog::info("peer {}: linked, for blocks of {} KV heads from {}, {}", peer.name,
+               peer.heads.count, peer.heads.first, std::string(theirs));
 }
 
 // --- blocks -------------------------------------------------------------------------------------
 
-void PeerBorrower::Fetch(std::vector<kvstore::TierRead> reads) {
+void PeerBorrower::Read(std::vector<kvstore::TierRead> reads) {
   for (kvstore::TierRead& read : reads) {
     const uint64_t ticket = read.ticket;
-    fetches_[ticket].read = std::move(read);
-    waiting_.push_back(ticket);
+    blocks_[ticket].read = std::move(read);
+    AddFetch({.block = ticket, .part = {.heads = heads_}});
   }
   Ask();
 }
 
-bool PeerBorrower::HasRoom(const Peer& peer, size_t block_bytes) const {
-  const auto bytes = static_cast<int64_t>(block_bytes);
-  return peer.outstanding == 0 || (peer.outstanding + 1) * bytes <= options_.window_bytes;
+void PeerBorrower::AddFetch(const Fetch& fetch) {
+  ++blocks_.at(fetch.block).parts_left;
+  fetches_[++next_ticket_] = fetch;
+  waiting_.push_back(next_ticket_);
+}
+
+int64_t PeerBorrower::BytesOf(const kvstore::HeadRange& heads) const {
+  // Never fails: names that fit the rank's header fit that of some of its heads.
+  return kvstore::ExtentFormat::Create(kvstore::ShardOfHeads(format_.shard(), heads))
+      .value()
+      .extent_bytes();
+}
+
+bool PeerBorrower::HasRoom(const Peer& peer, int64_t bytes) const {
+  return peer.outstanding == 0 || peer.outstanding_bytes + bytes <= options_.window_bytes;
+}
+
+bool PeerBorrower::MayAsk(const Peer& peer, const kvstore::HeadRange& heads) const {
+  return peer.state == Peer::State::kReady && kvstore::Common(peer.heads, heads).count > 0;
 }
 
 // Asks the peers for what waits, as far as their windows go.
 void PeerBorrower::Ask() {
   std::vector<std::vector<WantedBlock>> by_peer(peers_.size());
   std::deque<uint64_t> still_waiting;
-  for (const uint64_t ticket : std::exchange(waiting_, {})) {
-    Fetched& fetch = fetches_.at(ticket);
-    while (fetch.peer < peers_.size() && peers_[fetch.peer].state != Peer::State::kReady) {
-      ++fetch.peer;
-    }
-    if (fetch.peer == peers_.size()) {
-      const absl::Status status = fetch.has_failed
-                                      ? absl::UnavailableError("a peer did not give the block")
-                                      : absl::NotFoundError("no peer has the block");
-      on_end_(fetch.read, fetch.peer, status);
-      fetches_.erase(ticket);
+  while (!waiting_.empty()) {
+    const uint64_t ticket = waiting_.front();
+    waiting_.pop_front();
+    Part& part = fetches_.at(ticket).part;
+    while (part.peer < peers_.size() && !MayAsk(peers_[part.peer], part.heads)) ++part.peer;
+    if (part.peer == peers_.size()) {
+      End(ticket, fetches_.at(ticket).has_failed
+                      ? absl::UnavailableError("a peer did not give the block")
+                      : absl::NotFoundError("no peer has the block"));
       continue;
     }
-    Peer& peer = peers_[fetch.peer];
-    if (!HasRoom(peer, fetch.read.extent.size())) {
+    Split(ticket);
+    Fetch& fetch = fetches_.at(ticket);
+    Peer& peer = peers_[fetch.part.peer];
+    const int64_t bytes = BytesOf(fetch.part.heads);
+    if (!HasRoom(peer, bytes)) {
       still_waiting.push_back(ticket);
       continue;
     }
     if (peer.outstanding++ == 0) peer.heard = Clock::now();
+    peer.outstanding_bytes += bytes;
     fetch.is_asked = true;
-    by_peer[fetch.peer].push_back({.ticket = ticket, .hash = fetch.read.hash});
+    by_peer[fetch.part.peer].push_back({.ticket = ticket,
+                                        .hash = blocks_.at(fetch.block).read.hash,
+                                        .heads = WireHeads::Of(fetch.part.heads)});
   }
   waiting_ = std::move(still_waiting);
   SendWants(std::move(by_peer));
+}
+
+void PeerBorrower::Split(uint64_t ticket) {
+  Fetch fetch = fetches_.at(ticket);
+  const kvstore::HeadRange wanted = fetch.part.heads;
+  const kvstore::HeadRange has = kvstore::Common(peers_[fetch.part.peer].heads, wanted);
+  fetches_.at(ticket).part.heads = has;
+  for (const kvstore::HeadRange& rest :
+       {kvstore::HeadRange{.first = wanted.first, .count = has.first - wanted.first},
+        kvstore::HeadRange{.first = has.end(), .count = wanted.end() - has.end()}}) {
+    if (rest.count == 0) continue;
+    fetch.part.heads = rest;
+    AddFetch(fetch);
+  }
+}
+
+// A part that came after another one failed is not needed any more.
+void PeerBorrower::End(uint64_t ticket, const absl::Status& status) {
+  Fetch fetch = std::move(fetches_.extract(ticket).mapped());
+  const auto it = blocks_.find(fetch.block);
+  Block& block = it->second;
+  // One that may be somewhere says more than one that is nowhere.
+  if (block.status.ok() || absl::IsUnavailable(status)) block.status = status;
+  block.parts.push_back(std::move(fetch.part));
+  if (--block.parts_left > 0) return;
+  const Block ended = std::move(it->second);
+  blocks_.erase(it);
+  on_end_(ended.read, ended.status.ok() ? ended.parts : std::vector<Part>(), ended.status);
 }
 
 void PeerBorrower::SendWants(std::vector<std::vector<WantedBlock>> by_peer) {
@@ -279,7 +353,7 @@ void PeerBorrower::SendWants(std::vector<std::vector<WantedBlock>> by_peer) {
 void PeerBorrower::OnOutcome(Peer& peer, const PeerHeader& header) {
   const auto it = fetches_.find(header.ticket);
   const bool is_asked =
-      it != fetches_.end() && it->second.is_asked && &peers_[it->second.peer] == &peer;
+      it != fetches_.end() && it->second.is_asked && &peers_[it->second.part.peer] == &peer;
   // No block can be both on its way and absent.
   const bool fits = is_asked && !it->second.outcome.has_value() &&
                     !(header.kind == PeerMessage::kAbsent && it->second.has_place);
@@ -294,21 +368,24 @@ void PeerBorrower::OnOutcome(Peer& peer, const PeerHeader& header) {
   Settle(header.ticket, it->second);
 }
 
-void PeerBorrower::Settle(uint64_t ticket, Fetched& fetch) {
+void PeerBorrower::Settle(uint64_t ticket, Fetch& fetch) {
   if (!fetch.outcome.has_value()) return;
   if (*fetch.outcome != PeerMessage::kAbsent && !fetch.is_here) return;
-  --peers_[fetch.peer].outstanding;
+  Peer& peer = peers_[fetch.part.peer];
+  --peer.outstanding;
+  peer.outstanding_bytes -= BytesOf(fetch.part.heads);
   if (*fetch.outcome == PeerMessage::kWhole) {
-    on_end_(fetch.read, fetch.peer, absl::OkStatus());
-    fetches_.erase(ticket);
+    End(ticket, absl::OkStatus());
   } else {
     AskNext(ticket, fetch);
   }
   Ask();
 }
 
-void PeerBorrower::AskNext(uint64_t ticket, Fetched& fetch) {
-  fetch = {.read = fetch.read, .peer = fetch.peer + 1, .has_failed = fetch.has_failed};
+void PeerBorrower::AskNext(uint64_t ticket, Fetch& fetch) {
+  fetch = {.block = fetch.block,
+           .part = {.heads = fetch.part.heads, .peer = fetch.part.peer + 1},
+           .has_failed = fetch.has_failed};
   waiting_.push_back(ticket);
 }
 

@@ -5,9 +5,12 @@
 //   lender                                 borrower
 //     kHello{l}                  ------>                      at once; l: 32 random bytes
 //                                <------   kProof{b, proof}   of the secret, over l and b
-//     kWelcome{proof, shard}     ------>                      the shard's fingerprint must be equal
-//                                <------   kWant{blocks}
-//     kBlock{extent}, then kWhole ----->                      for each block, in any order
+//     kWelcome{proof, heads,     ------>                      model and form must be equal, heads
+//     may
+//              model and form}                                differ
+//                                <------   kWant{blocks}      of each, heads that the lender has
+//     kBlock{extent}, then kWhole ----->                      for each, in any order: the extent of
+//                                                             these heads (HeadExtent)
 //     kAbsent                    ------>                      or: it has no such block
 //     kGone                      ------>                      or, after kBlock: it gave way
 //     meanwhile
@@ -23,6 +26,7 @@
 #include "absl/types/span.h"
 
 #include "kvstore/format/block.h"
+#include "kvstore/format/head_extent.h"
 
 namespace kvasir::worker {
 
@@ -38,23 +42,36 @@ enum class PeerMessage : uint32_t {
 };
 
 struct PeerHeader {
-  static constexpr uint32_t kMagic = 0x3150564b;  // "KVP1": the version of these messages
+  static constexpr uint32_t kMagic = 0x3250564b;  // "KVP2": the version of these messages
 
   uint32_t magic = kMagic;
   PeerMessage kind = PeerMessage::kHello;
-  uint64_t ticket = 0;  // of the block: chosen by the borrower. 0 for other messages
+  uint64_t ticket = 0;  // of what is asked for: chosen by the borrower. 0 for other messages
 
   absl::Span<const std::byte> bytes() const {
     return absl::MakeConstSpan(reinterpret_cast<const std::byte*>(this), sizeof(*this));
   }
 };
 
+// Some KV heads of the model, in a row.
+struct WireHeads {
+  uint32_t first = 0;
+  uint32_t count = 0;
+
+  static WireHeads Of(const kvstore::HeadRange& heads) {
+    return {.first = static_cast<uint32_t>(heads.first),
+            .count = static_cast<uint32_t>(heads.count)};
+  }
+  kvstore::HeadRange range() const { return {.first = first, .count = count}; }
+};
+
 // An element of kWant's body.
 struct WantedBlock {
   uint64_t ticket = 0;
   kvstore::PrefixHash hash{};
+  WireHeads heads;
 };
-static_assert(sizeof(WantedBlock) == 40);
+static_assert(sizeof(WantedBlock) == 48);
 
 // Longest body of kHello, kProof and kWelcome, and most blocks of a kWant: short enough to come
 // with its description, so that one is whole before the next begins.

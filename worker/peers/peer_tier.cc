@@ -11,6 +11,7 @@
 
 #include "kernels/base/mutex.h"
 #include "kernels/base/status_macros.h"
+#include "kvstore/format/head_extent.h"
 #include "kvstore/peers/lent_blocks.h"
 #include "kvstore/peers/peer_node.h"
 #include "kvstore/peers/socket_address.h"
@@ -41,14 +42,12 @@ class PeerTierImpl final : public PeerTier, private kvstore::PeerHandler {
                std::unique_ptr<Tier> disk)
       : format_(format),
         disk_(std::move(disk)),
-        lender_(lent_, format_.Fingerprint(), options.secret),
-        borrower_({.peers = options.peers,
-                   .fingerprint = format_.Fingerprint(),
-                   .secret = options.secret,
-                   .patience = options.patience},
-                  [this](const TierRead& read, size_t peer, const absl::Status& status) {
-                    OnFetched(read, peer, status);
-                  }) {}
+        lender_(lent_, format_, options.secret),
+        borrower_(
+            {.peers = options.peers, .secret = options.secret, .patience = options.patience},
+            format_,
+            [this](const TierRead& read, std::vector<PeerBorrower::Part> parts,
+                   const absl::Status& status) { OnFetched(read, std::move(parts), status); }) {}
   ~PeerTierImpl() override;
 
   absl::Status Start(const PeerTierOptions& options);
@@ -80,7 +79,7 @@ class PeerTierImpl final : public PeerTier, private kvstore::PeerHandler {
  private:
   struct Arrived {
     TierRead read;
-    size_t peer = 0;
+    std::vector<PeerBorrower::Part> parts;
   };
 
   // As PeerHandler, on the node's thread. A link is the lender's or the borrower's.
@@ -99,9 +98,13 @@ class PeerTierImpl final : public PeerTier, private kvstore::PeerHandler {
   }
   void OnTick() override;
 
-  void OnFetched(const TierRead& read, size_t peer, const absl::Status& status) EXCLUDES(mu_);
+  void OnFetched(const TierRead& read, std::vector<PeerBorrower::Part> parts,
+                 const absl::Status& status) EXCLUDES(mu_);
   void VerifyAll() EXCLUDES(mu_);
-  absl::StatusOr<BlockIdentity> Verify(const TierRead& read) const;
+  // Verifies a block's parts and puts them together. The peer of one that is wrong hears of it.
+  absl::StatusOr<BlockIdentity> Join(const Arrived& block);
+  absl::StatusOr<BlockIdentity> JoinPart(const PeerBorrower::Part& part,
+                                         const TierRead& read) const;
 
   const ExtentFormat format_;
   const std::unique_ptr<Tier> disk_;  // null: none
@@ -167,7 +170,7 @@ void PeerTierImpl::Read(std::vector<TierRead> reads) {
   reads.erase(at_peers, reads.end());
   if (!reads.empty()) disk_->Read(std::move(reads));
   if (rest.empty()) return;
-  node_->Post([this, rest = std::move(rest)] { borrower_.Fetch(rest); });
+  node_->Post([this, rest = std::move(rest)] { borrower_.Read(rest); });
 }
 
 TierEvents PeerTierImpl::Poll() {
@@ -219,10 +222,11 @@ void PeerTierImpl::OnTick() {
   borrower_.OnTick();
 }
 
-void PeerTierImpl::OnFetched(const TierRead& read, size_t peer, const absl::Status& status) {
+void PeerTierImpl::OnFetched(const TierRead& read, std::vector<PeerBorrower::Part> parts,
+                             const absl::Status& status) {
   MutexLock lock(mu_);
   if (status.ok()) {
-    arrived_.push_back({.read = read, .peer = peer});
+    arrived_.push_back({.read = read, .parts = std::move(parts)});
     changed_.NotifyAll();
     return;
   }
@@ -242,12 +246,7 @@ void PeerTierImpl::VerifyAll() {
       next = std::move(arrived_.front());
       arrived_.pop_front();
     }
-    const absl::StatusOr<BlockIdentity> block = Verify(next.read);
-    if (!block.ok()) {
-      spdlog::error("a block from a peer is refused: {}", block.status().ToString());
-      node_->Post(
-          [this, peer = next.peer, why = block.status()] { borrower_.OnWrongBytes(peer, why); });
-    }
+    const absl::StatusOr<BlockIdentity> block = Join(next);
     MutexLock lock(mu_);
     if (block.ok()) {
       ++counts_.fetched_blocks;
@@ -262,11 +261,37 @@ void PeerTierImpl::VerifyAll() {
   }
 }
 
-absl::StatusOr<BlockIdentity> PeerTierImpl::Verify(const TierRead& read) const {
-  const absl::StatusOr<BlockIdentity> block = format_.ReadHeader(read.extent);
+absl::StatusOr<BlockIdentity> PeerTierImpl::Join(const Arrived& arrived) {
+  absl::StatusOr<BlockIdentity> whole = absl::DataLossError("it has no parts");
+  for (const PeerBorrower::Part& part : arrived.parts) {
+    absl::StatusOr<BlockIdentity> block = JoinPart(part, arrived.read);
+    if (block.ok() && whole.ok() && block->tokens != whole->tokens) {
+      block = absl::DataLossError("it has other tokens than the other heads' part");
+    }
+    if (!block.ok()) {
+      spdlog::error("a block from a peer is refused: {}", block.status().ToString());
+      node_->Post(
+          [this, peer = part.peer, why = block.status()] { borrower_.OnWrongBytes(peer, why); });
+      return block.status();
+    }
+    if (!whole.ok()) whole = block;
+  }
+  // The parts may be of different sealings: the header is that of this extent alone.
+  if (arrived.parts.size() > 1) format_.WriteHeader(*whole, arrived.read.extent);
+  return whole;
+}
+
+absl::StatusOr<BlockIdentity> PeerTierImpl::JoinPart(const PeerBorrower::Part& part,
+                                                     const TierRead& read) const {
+  KVASIR_ASSIGN_OR_RETURN(const kvstore::HeadExtent heads,
+                          kvstore::HeadExtent::Create(format_, part.heads));
+  const absl::Span<const std::byte> extent =
+      part.memory == nullptr ? read.extent : part.memory->bytes();
+  const absl::StatusOr<BlockIdentity> block = heads.format().ReadHeader(extent);
   if (!block.ok()) return absl::DataLossError(block.status().message());
   if (block->hash != read.hash) return absl::DataLossError("it is another block");
-  KVASIR_RETURN_IF_ERROR(format_.Verify(*block, read.extent));
+  KVASIR_RETURN_IF_ERROR(heads.format().Verify(*block, extent));
+  if (part.memory != nullptr) heads.Scatter(extent, read.extent);
   return block;
 }
 

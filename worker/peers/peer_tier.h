@@ -1,8 +1,8 @@
-// The tier below the host tier of a worker with peers: its own disk, if it has one, and the same
-// rank of other replicas (docs/decisions/0021). Blocks that the disk does not hold are asked for
-// there. Every byte that comes is verified on a thread of its own before a read completes. The same
-// node lends this worker's sealed blocks to its peers. It hides links, greetings and which peer was
-// asked. Made by the group member; thread-compatible as a Tier.
+// The tier below the host tier of a worker with peers: its own disk, if it has one, and workers of
+// other replicas that have its KV heads (docs/decisions/0021). Blocks that the disk does not hold
+// are asked for there. Every byte that comes is verified on a thread of its own before a read
+// completes. The same node lends this worker's sealed blocks to its peers. It hides links,
+// greetings and which peer was asked. Made by the group member; thread-compatible as a Tier.
 #pragma once
 
 #include <chrono>
@@ -23,7 +23,7 @@ struct PeerTierOptions {
   std::string listen = "127.0.0.1:0";
   std::string transports = "sm,tcp";  // as PeerNodeOptions
   kvstore::KvShard shard;
-  std::vector<std::string> peers = {};  // the same rank of other replicas, HOST:PORT each
+  std::vector<std::string> peers = {};  // HOST:PORT each
   std::shared_ptr<const proto::GroupSecret> secret;
   std::chrono::milliseconds patience{2000};  // as PeerBorrowerOptions
 };

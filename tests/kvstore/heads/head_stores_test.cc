@@ -42,7 +42,7 @@ class HeadStoresTest : public ::testing::Test {
     for (int64_t head = first; head < first + count; ++head) {
       DiskTierOptions options;
       options.directory = Folder(head);
-      options.shard = ShardOfHead(rank.shard(), head);
+      options.shard = ShardOfHeads(rank.shard(), {head, 1});
       if (count > 1) options.memory = rank;
       const int64_t extent = ExtentFormat::Create(options.shard).value().extent_bytes();
       options.capacity_bytes = capacity_blocks * extent;

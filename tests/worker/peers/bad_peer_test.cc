@@ -48,7 +48,7 @@ class BadLender : public kvstore::PeerHandler {
     if (ReadPeerHeader(header)->kind == PeerMessage::kProof) {
       nonces_.coordinator = body_.substr(0, 32);
       Send(link, {.kind = PeerMessage::kWelcome},
-           secret_->Proof(GroupSecret::Side::kLender, nonces_) + Format().Fingerprint());
+           Welcome(secret_->Proof(GroupSecret::Side::kLender, nonces_), Format()));
       return;
     }
     for (size_t at = 0; at < body_.size(); at += sizeof(WantedBlock)) {
@@ -201,7 +201,8 @@ class StrangerTest : public PeerTierTest {
  protected:
   // Proves the secret, if it is given, and asks for a block in so many bytes. Returns the number of
   // messages that came until the link was lost, or the block was whole.
-  int Ask(const GroupSecret* knows, size_t bytes) {
+  int Ask(const GroupSecret* knows, size_t bytes,
+          WireHeads wants = WireHeads::Of(kvstore::HeadsOf(Format().shard()))) {
     const auto owner = Make(Options());
     const TestBlock block(Format(), 2, 1);
     Lend(*owner, block);
@@ -213,7 +214,7 @@ class StrangerTest : public PeerTierTest {
             SendCopy(node, link, PeerMessage::kProof,
                      nonces.coordinator + knows->Proof(GroupSecret::Side::kBorrower, nonces));
           }
-          const WantedBlock wanted = {.ticket = 1, .hash = kvstore::HashOf(2)};
+          const WantedBlock wanted = {.ticket = 1, .hash = kvstore::HashOf(2), .heads = wants};
           SendCopy(node, link, PeerMessage::kWant,
                    std::string(reinterpret_cast<const char*>(&wanted), bytes));
         });
@@ -234,6 +235,17 @@ TEST_P(StrangerTest, WhoProvesNothingIsToldARandomNumberOnly) {
 
 TEST_P(StrangerTest, HalfAQuestionEndsTheLink) {
   EXPECT_LE(Ask(secret_.get(), 39), 2);  // hello, and welcome unless the end overtakes it
+}
+
+TEST_P(StrangerTest, WhoAsksForHeadsThatAreNotThereLosesTheLink) {
+  for (const WireHeads heads : {WireHeads{0, 0}, WireHeads{1, 2}, WireHeads{7, 1},
+                                WireHeads{1, 0xffffffff}, WireHeads{0xffffffff, 2}}) {
+    EXPECT_LE(Ask(secret_.get(), sizeof(WantedBlock), heads), 2);
+  }
+}
+
+TEST_P(StrangerTest, WhoWantsSomeOfTheHeadsIsGivenThese) {
+  EXPECT_EQ(Ask(secret_.get(), sizeof(WantedBlock), {1, 1}), 4);
 }
 
 INSTANTIATE_TEST_SUITE_P(Transports, StrangerTest, ::testing::Values("sm,tcp", "tcp"),

@@ -12,6 +12,8 @@
 #include "gtest/gtest.h"
 #include "spdlog/spdlog.h"
 
+#include "tests/kvstore/test_blocks.h"
+
 namespace kvasir::worker {
 namespace {
 
@@ -58,6 +60,8 @@ class PeerBorrowerTest : public ::testing::Test {
     return place.has_value();
   }
 
+  const kvstore::ExtentFormat format_ =
+      kvstore::ExtentFormat::Create(kvstore::SmallShard()).value();
   IdleNode node_;
   PeerBorrowerOptions options_;
 };
@@ -65,7 +69,7 @@ class PeerBorrowerTest : public ::testing::Test {
 // Bug: what it had greeted with stood in the way of each greeting after that.
 TEST_F(PeerBorrowerTest, APeerThatGreetedWronglyIsHeardWhenItGreetsAgain) {
   options_.peers = {"127.0.0.1:2"};
-  PeerBorrower borrower(options_, nullptr);
+  PeerBorrower borrower(options_, format_, nullptr);
   borrower.OnStart(node_);
   borrower.OnTick();
   const PeerLink first = node_.opened;
@@ -91,7 +95,7 @@ TEST_F(PeerBorrowerTest, ItsEndWaitsForNoNameServer) {
     server->answered.set_value();
     return name;
   };
-  auto borrower = std::make_unique<PeerBorrower>(options_, nullptr);
+  auto borrower = std::make_unique<PeerBorrower>(options_, format_, nullptr);
   borrower->OnStart(node_);
   borrower->OnTick();
   server->asked.get_future().wait();
@@ -105,7 +109,7 @@ TEST_F(PeerBorrowerTest, ItsEndWaitsForNoNameServer) {
 TEST_F(PeerBorrowerTest, APeerIsReachedAtTheAddressOfItsName) {
   options_.peers = {"replica:2"};
   options_.resolve = [](const std::string&) { return "127.0.0.1:2"; };
-  PeerBorrower borrower(options_, nullptr);
+  PeerBorrower borrower(options_, format_, nullptr);
   borrower.OnStart(node_);
   while (node_.opened == PeerLink()) borrower.OnTick();
   EXPECT_EQ(node_.address_opened, "127.0.0.1:2");
