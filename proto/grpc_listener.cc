@@ -47,8 +47,11 @@ constexpr seconds kRefusalCheck(1);
 // gRPC releases a closed connection's memory in its own time, later on a busy machine.
 constexpr seconds kTrimInterval(1);
 constexpr int kTrims = 5;
-// Unacknowledged bytes end a connection after this time. Milliseconds.
+// Unacknowledged bytes and probes end a connection after this time. Milliseconds.
 constexpr int kUserTimeoutMs = 20'000;
+// Interval of the kernel's probes of a silent connection. When the other end gave the connection up
+// while the network was cut, its words to say so are lost, and this end would wait for it for ever.
+constexpr int kProbeSeconds = 1;
 
 int64_t ConnectionsFor(int64_t most) {
   if (most > 0) return most;
@@ -56,6 +59,17 @@ int64_t ConnectionsFor(int64_t most) {
   getrlimit(RLIMIT_NOFILE, &limit);
   const auto descriptors = static_cast<int64_t>(std::min<rlim_t>(limit.rlim_cur, 1u << 30));
   return std::clamp<int64_t>(descriptors / kDescriptorsPerConnection, 1, kMostConnections);
+}
+
+// Bounds how long a connection outlives its other end. Accepted sockets inherit this.
+void BoundSilence(int listening_socket) {
+  const auto set = [listening_socket](int level, int option, int value) {
+    setsockopt(listening_socket, level, option, &value, sizeof(value));
+  };
+  set(IPPROTO_TCP, TCP_USER_TIMEOUT, kUserTimeoutMs);
+  set(IPPROTO_TCP, TCP_KEEPIDLE, kProbeSeconds);
+  set(IPPROTO_TCP, TCP_KEEPINTVL, kProbeSeconds);
+  set(SOL_SOCKET, SO_KEEPALIVE, 1);
 }
 
 absl::Status TooManyFiles() {
@@ -159,9 +173,7 @@ absl::Status AcceptingListener::Open() {
   bool added = add(wake_.get(), kWakeId);
   for (size_t i = 0; i < listening_.sockets.size(); ++i) {
     const int socket = listening_.sockets[i].get();
-    if (listening_.port != 0) {
-      setsockopt(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, &kUserTimeoutMs, sizeof(kUserTimeoutMs));
-    }
+    if (listening_.port != 0) BoundSilence(socket);
     added = added && i < kWakeId - kFirstListeningId && add(socket, kFirstListeningId + i);
   }
   if (!added || !spare_.valid()) {

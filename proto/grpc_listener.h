@@ -4,7 +4,9 @@
 //   number      at most a quarter of the descriptors that the process may open (each takes two) and
 //               at most 4,096. When that number is reached, the oldest connection that carries no
 //               call gives way to a new one; when all carry calls, the new one is refused.
-//   time        10 s for the TLS handshake and to begin to speak HTTP/2; 5 minutes without a call.
+//   time        10 s for the TLS handshake and to begin to speak HTTP/2; 5 minutes without a call;
+//               20 s for a host that answers nothing. A connection that the other host no longer
+//               knows, because its end was lost on the way, ends at the next probe: after 1 s.
 //   memory      256 MiB of received bytes, over all connections, that no finished message accounts
 //               for. Above that, the connection with the most of them is closed. A connection may
 //               send 4 KiB a second that belong to no message (headers, pings, cancelled calls).

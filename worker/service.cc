@@ -310,17 +310,25 @@ void WorkerService::ForgetUnproven(const Stream& stream) {
 }
 
 absl::Status WorkerService::Admit(std::shared_ptr<Stream> stream) {
-  MutexLock lock(mu_);
-  if (stopping_) return absl::UnavailableError("the worker is shutting down");
-  if (current_ == nullptr) {
-    current_ = std::move(stream);
-  } else if (next_ == nullptr && !current_->end_status().ok()) {
-    next_ = std::move(stream);  // a new group, while the end of the old one is still being handled
-  } else {
-    return absl::AlreadyExistsError(
-        "this worker has a coordinator; stop that one or let it leave first");
+  std::shared_ptr<Stream> replaced;
+  {
+    MutexLock lock(mu_);
+    if (stopping_) return absl::UnavailableError("the worker is shutting down");
+    const auto gives_way = [](const std::shared_ptr<Stream>& other) {
+      return other == nullptr || !other->end_status().ok();
+    };
+    if (current_ == nullptr) {
+      current_ = std::move(stream);
+    } else if (gives_way(current_) && gives_way(next_)) {
+      // A new group, while the end of the old one is still being handled.
+      replaced = std::exchange(next_, std::move(stream));
+    } else {
+      return absl::AlreadyExistsError(
+          "this worker has a coordinator; stop that one or let it leave first");
+    }
+    changed_.NotifyAll();
   }
-  changed_.NotifyAll();
+  if (replaced != nullptr) replaced->Close(replaced->end_status());
   return absl::OkStatus();
 }
 

@@ -67,7 +67,7 @@ class WorkerService final : public v1::Worker::CallbackService {
   kernels::Mutex mu_;
   kernels::CondVar changed_;
   std::shared_ptr<Stream> current_ GUARDED_BY(mu_);  // open, or its end is being handled
-  std::shared_ptr<Stream> next_ GUARDED_BY(mu_);     // waits for the end of current_
+  std::shared_ptr<Stream> next_ GUARDED_BY(mu_);  // waits for the end of current_; may have ended
   std::deque<std::shared_ptr<Stream>> unproven_ GUARDED_BY(mu_);  // by age
   absl::Time warned_at_ GUARDED_BY(mu_) = absl::InfinitePast();
   bool stopping_ GUARDED_BY(mu_) = false;

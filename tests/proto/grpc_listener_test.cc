@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <filesystem>
+#include <linux/tcp.h>
 #include <memory>
 #include <netinet/in.h>
 #include <string>
@@ -69,10 +70,10 @@ class GrpcListenerTest : public ::testing::Test {
     return {client, absl::StrCat("ipv4:127.0.0.1:", ntohs(where.sin_port))};
   }
   std::string metrics() { return prometheus::TextSerializer().Serialize(registry_.Collect()); }
-  // Waits until it holds, for a generous time.
+  // Waits until it holds; by default for a generous time.
   template <typename Condition>
-  bool Eventually(Condition condition) {
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  bool Eventually(Condition condition, std::chrono::seconds patience = std::chrono::seconds(10)) {
+    const auto deadline = std::chrono::steady_clock::now() + patience;
     while (!condition()) {
       if (std::chrono::steady_clock::now() > deadline) return false;
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -120,6 +121,27 @@ TEST_F(GrpcListenerTest, WhereAllConnectionsCarryCallsANewOneIsRefused) {
   calls.pop_back();
   EXPECT_TRUE(Eventually([&] { return listener_->status().ok(); }));
   for (const int socket : sockets) close(socket);
+}
+
+// As when a network is cut, one end gives up, and what it says of that is lost on the way. Once, a
+// worker waited for such a coordinator for ever, and refused others.
+TEST_F(GrpcListenerTest, AConnectionThatTheOtherHostForgotEndsSoon) {
+  Serve("127.0.0.1:0");
+  const Connected connected = Connect(listener_->port());
+  std::unique_ptr<GrpcListener::Call> call;
+  ASSERT_TRUE(Eventually([&] {
+    call = listener_->BeginCall(connected.peer);
+    return call != nullptr;
+  }));
+  const int silent = 1;  // from here on closing it sends nothing
+  if (setsockopt(connected.socket, IPPROTO_TCP, TCP_REPAIR, &silent, sizeof(silent)) != 0) {
+    close(connected.socket);
+    GTEST_SKIP() << "closing a socket without a word needs CAP_NET_ADMIN";
+  }
+  close(connected.socket);
+  // Before 10 s, when it ends because it does not begin to speak HTTP/2.
+  EXPECT_TRUE(Eventually([&] { return listener_->BeginCall(connected.peer) == nullptr; },
+                         std::chrono::seconds(5)));
 }
 
 TEST_F(GrpcListenerTest, APortInUseIsNotShared) {

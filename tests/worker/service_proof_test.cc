@@ -1,9 +1,13 @@
 // Who may open a worker's stream: a real gRPC server whose streams are served by a test's function.
+#include <functional>
+#include <future>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "grpcpp/grpcpp.h"
 #include "gtest/gtest.h"
 #include "prometheus/registry.h"
@@ -21,18 +25,22 @@ using Secret = std::shared_ptr<const proto::GroupSecret>;
 // A worker that tells "stored" to whoever it serves.
 class Served {
  public:
-  Served(const TemporaryFolder& folder, Secret secret, absl::Duration proof_time)
+  // `end`: what remains to be done at the end of each stream.
+  Served(
+      const TemporaryFolder& folder, Secret secret, absl::Duration proof_time,
+      std::function<void()> end = [] {})
       : address_(absl::StrCat("unix:", folder.File("worker"))),
         listener_(
             proto::GrpcListener::Listen({.address = address_, .registry = &registry_}).value()),
         service_(
             {.secret = std::move(secret), .proof_time = proof_time},
-            [](CoordinatorStream& stream) {
+            [end = std::move(end)](CoordinatorStream& stream) {
               v1::WorkerMessage stored;
               stored.mutable_tier_report()->add_forgotten("stored");
               stream.Write(std::move(stored));
               while (stream.Read()) {
               }
+              end();
               return absl::OkStatus();
             },
             *listener_) {
@@ -102,6 +110,19 @@ class ServiceProofTest : public ::testing::Test {
     }
     return false;
   }
+  // Returns a stream that the worker admits, null when it admits none for 10 s. It learns of the end
+  // of another stream a little after its client.
+  std::unique_ptr<Client> Admitted(const Served& worker) const {
+    const absl::Time deadline = absl::Now() + absl::Seconds(10);
+    while (absl::Now() < deadline) {
+      auto client = std::make_unique<Client>(worker.address());
+      v1::WorkerMessage message;
+      if (ProveSecret(*client->stream, secret_).ok() && client->stream->Read(&message)) {
+        return client;
+      }
+    }
+    return nullptr;
+  }
   // Expects the stream to end with `code` and to have told a challenge only.
   static void ExpectToldNothing(Client& client, grpc::StatusCode code) {
     for (const v1::WorkerMessage& message : client.ReadAll()) {
@@ -139,6 +160,21 @@ TEST_F(ServiceProofTest, OnlyTheSecretOpensAWorker) {
   Client second(worker.address());
   EXPECT_FALSE(IsServed(second, secret_));
   EXPECT_EQ(second.Finish(), grpc::StatusCode::ALREADY_EXISTS);
+}
+
+// The end of the first stream takes long, and the coordinator tries again and again meanwhile.
+TEST_F(ServiceProofTest, AStreamThatEndedWhileItWaitedKeepsNobodyOut) {
+  std::promise<void> may_end;
+  const std::shared_future<void> end(may_end.get_future());
+  Served worker(folder_, secret_, kLong, [end] { end.wait(); });
+  ASSERT_NE(Admitted(worker), nullptr);
+  ASSERT_NE(Admitted(worker), nullptr);
+  const std::unique_ptr<Client> waiting = Admitted(worker);
+  may_end.set_value();
+  ASSERT_NE(waiting, nullptr);
+  v1::WorkerMessage message;
+  ASSERT_TRUE(waiting->stream->Read(&message));
+  EXPECT_TRUE(message.has_tier_report());
 }
 
 TEST_F(ServiceProofTest, ASilentStreamKeepsNobodyOut) {
