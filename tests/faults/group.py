@@ -108,6 +108,9 @@ class Group:
     def ranks(self):
         return len(self.workers)
 
+    def losses(self):
+        return self.service.metric("kvasir_worker_group_losses_total")
+
     def kill(self, *ranks):
         for rank in ranks:
             self.workers[rank].kill()
