@@ -46,7 +46,29 @@ absl::StatusOr<std::shared_ptr<const Caller>> EngineApi::Authenticate(
 void EngineApi::Generate(const v1::GenerateRequest& request, const RequestOrigin& origin,
                          const std::shared_ptr<ClientSink>& sink) {
   if (const absl::Status left = sink->cancelled(); !left.ok()) return Refuse(origin, *sink, left);
-  absl::StatusOr<std::unique_ptr<Request>> accepted = Accept(request, origin, sink);
+  Submit(
+      [&]() -> absl::StatusOr<std::unique_ptr<Request>> {
+        KVASIR_ASSIGN_OR_RETURN(const GroupInfo group, context_.engine.ServedGroup());
+        KVASIR_ASSIGN_OR_RETURN(ParsedRequest parsed, Parse(request, origin, group));
+        return Accept(std::move(parsed), group, origin, sink);
+      }(),
+      origin, sink);
+}
+
+void EngineApi::Read(const v1::GenerateRequest& request, const RequestOrigin& origin,
+                     const std::shared_ptr<ClientSink>& sink) {
+  Submit(
+      [&]() -> absl::StatusOr<std::unique_ptr<Request>> {
+        KVASIR_ASSIGN_OR_RETURN(const GroupInfo group, context_.engine.ServedGroup());
+        KVASIR_ASSIGN_OR_RETURN(ParsedRequest parsed, Parse(request, origin, group));
+        parsed.policy.tail_tokens = 0;
+        return Accept(std::move(parsed), group, origin, sink);
+      }(),
+      origin, sink);
+}
+
+void EngineApi::Submit(absl::StatusOr<std::unique_ptr<Request>> accepted,
+                       const RequestOrigin& origin, const std::shared_ptr<ClientSink>& sink) {
   if (!accepted.ok()) return Refuse(origin, *sink, accepted.status());
   const SequenceId id = (*accepted)->sequence();
   context_.engine.Submit(*std::move(accepted));
@@ -68,20 +90,37 @@ std::string EngineApi::NewRequestId() {
   return absl::StrCat("req-", absl::Hex(Random64(), absl::kZeroPad16));
 }
 
-absl::StatusOr<std::unique_ptr<Request>> EngineApi::Accept(
-    const v1::GenerateRequest& request, const RequestOrigin& origin,
-    const std::shared_ptr<ClientSink>& sink) {
+ServedModel EngineApi::ModelOf(const GroupInfo& group) const {
+  return {.tokenizer = context_.tokenizer,
+          .chat = context_.folder.chat,
+          .policies = context_.policies,
+          .eos_token_ids = context_.folder.eos_token_ids,
+          .vocab_size = group.vocab_size,
+          .max_model_len = group.max_model_len,
+          .trained_window = group.trained_window};
+}
+
+absl::StatusOr<ParsedRequest> EngineApi::Parse(const v1::GenerateRequest& request,
+                                               const RequestOrigin& origin,
+                                               const GroupInfo& group) const {
+  if (request.context().empty()) return ParseRequest(request, ModelOf(group), Random64());
+  KVASIR_ASSIGN_OR_RETURN(const std::shared_ptr<const NamedContext> named,
+                          context_.contexts.Find(origin.tenant, request.context()));
+  return ParseRequest(request, ModelOf(group), Random64(),
+                      {.tokens = named->tokens, .policy = &named->policy});
+}
+
+absl::StatusOr<std::vector<int32_t>> EngineApi::PromptOf(const v1::GenerateRequest& request,
+                                                         int64_t before) {
+  KVASIR_RETURN_IF_ERROR(CheckLimits("", request));
   KVASIR_ASSIGN_OR_RETURN(const GroupInfo group, context_.engine.ServedGroup());
-  KVASIR_ASSIGN_OR_RETURN(ParsedRequest parsed,
-                          ParseRequest(request,
-                                       {.tokenizer = context_.tokenizer,
-                                        .chat = context_.folder.chat,
-                                        .policies = context_.policies,
-                                        .eos_token_ids = context_.folder.eos_token_ids,
-                                        .vocab_size = group.vocab_size,
-                                        .max_model_len = group.max_model_len,
-                                        .trained_window = group.trained_window},
-                                       Random64()));
+  KVASIR_RETURN_IF_ERROR(context_.policies.Resolve(request.policy()).status());
+  return ParsePrompt(request, ModelOf(group), /*max_tokens=*/1, before);
+}
+
+absl::StatusOr<std::unique_ptr<Request>> EngineApi::Accept(
+    ParsedRequest parsed, const GroupInfo& group, const RequestOrigin& origin,
+    const std::shared_ptr<ClientSink>& sink) {
   const std::string& policy = context_.policies.declared()[parsed.policy.index].name();
   const SequenceId sequence = context_.engine.NewSequenceId();
   KVASIR_ASSIGN_OR_RETURN(

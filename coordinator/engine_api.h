@@ -6,12 +6,16 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
+#include "coordinator/contexts/context_engine.h"
+#include "coordinator/contexts/contexts.h"
 #include "coordinator/engine_loop.h"
 #include "coordinator/metrics/metrics.h"
 #include "coordinator/model_folder.h"
 #include "coordinator/policy/policy.h"
 #include "coordinator/request/generation_api.h"
+#include "coordinator/request/parse_request.h"
 #include "coordinator/request/request.h"
 #include "coordinator/request/request_trace.h"
 #include "coordinator/request/running_requests.h"
@@ -33,12 +37,13 @@ struct EngineApiContext {
   Clock& clock;
   Metrics& metrics;
   TextPool& texts;
+  const Contexts& contexts;
   const ApiKeys* keys = nullptr;          // null: whoever reaches the server may ask
   const RequestTracer* tracer = nullptr;  // null: requests are not traced
   TimePoint started;
 };
 
-class EngineApi final : public GenerationApi {
+class EngineApi final : public GenerationApi, public ContextEngine {
  public:
   explicit EngineApi(const EngineApiContext& context) : context_(context) {}
 
@@ -59,10 +64,21 @@ class EngineApi final : public GenerationApi {
   absl::StatusOr<Selections> Observe(const std::string& request_id) override;
   const Tokenizer& tokenizer() const override { return context_.tokenizer; }
 
+  absl::StatusOr<std::vector<int32_t>> PromptOf(const v1::GenerateRequest& request,
+                                                int64_t before) override;
+  void Read(const v1::GenerateRequest& request, const RequestOrigin& origin,
+            const std::shared_ptr<ClientSink>& sink) override;
+
  private:
-  absl::StatusOr<std::unique_ptr<Request>> Accept(const v1::GenerateRequest& request,
+  absl::StatusOr<ParsedRequest> Parse(const v1::GenerateRequest& request,
+                                      const RequestOrigin& origin, const GroupInfo& group) const;
+  ServedModel ModelOf(const GroupInfo& group) const;
+  absl::StatusOr<std::unique_ptr<Request>> Accept(ParsedRequest parsed, const GroupInfo& group,
                                                   const RequestOrigin& origin,
                                                   const std::shared_ptr<ClientSink>& sink);
+  // Submits what was accepted, and closes the sink of what was not.
+  void Submit(absl::StatusOr<std::unique_ptr<Request>> accepted, const RequestOrigin& origin,
+              const std::shared_ptr<ClientSink>& sink);
 
   const EngineApiContext context_;
   RunningRequests running_;

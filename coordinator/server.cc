@@ -7,12 +7,13 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/strings/strip.h"
 #include "grpcpp/ext/proto_server_reflection_plugin.h"
 #include "grpcpp/health_check_service_interface.h"
 #include "grpcpp/server_builder.h"
 #include "spdlog/spdlog.h"
 
+#include "coordinator/contexts/contexts.h"
+#include "coordinator/contexts/contexts_service.h"
 #include "coordinator/engine_api.h"
 #include "coordinator/engine_loop.h"
 #include "coordinator/events/kv_event_publisher.h"
@@ -23,11 +24,11 @@
 #include "coordinator/model_folder.h"
 #include "coordinator/policy/limits.h"
 #include "coordinator/policy/policy.h"
-#include "coordinator/policy/policy_file.h"
 #include "coordinator/request/request_trace.h"
 #include "coordinator/request/unknown_calls.h"
 #include "coordinator/request/unread_calls.h"
 #include "coordinator/security/api_keys.h"
+#include "coordinator/server_parts.h"
 #include "coordinator/service.h"
 #include "coordinator/text_pool.h"
 #include "coordinator/tokenizer/tokenizer.h"
@@ -46,7 +47,8 @@
 namespace kvasir::coordinator {
 namespace {
 
-constexpr const char* kServiceNames[] = {"kvasir.v1.Generation", "vllm.grpc.engine.VllmEngine"};
+constexpr const char* kServiceNames[] = {"kvasir.v1.Generation", "kvasir.v1.Contexts",
+                                         "vllm.grpc.engine.VllmEngine"};
 // Clients may ping every 10 s. A client that does not answer our pings within 30 s is gone.
 constexpr int kMinClientPingMs = 10'000;
 constexpr int kPingIntervalMs = 20'000;
@@ -60,28 +62,6 @@ constexpr std::chrono::seconds kLastWrites(2);
 // Blocks of a host tier besides those that sequences fill: for blocks being written to disk.
 constexpr int64_t kSpareBlocks = 64;
 
-std::string ModelName(const v1::ServeConfig& config) {
-  if (!config.served_model_name().empty()) return config.served_model_name();
-  const absl::string_view path = absl::StripSuffix(config.model().model(), "/");
-  return std::string(path.substr(path.rfind('/') + 1));  // npos + 1 is 0
-}
-
-absl::StatusOr<PolicyTable> MakePolicies(const v1::ServeConfig& config) {
-  std::vector<v1::SparsityPolicy> declared = {PolicyFromFlags(config.sparse())};
-  if (!config.policies().empty()) {
-    KVASIR_ASSIGN_OR_RETURN(const std::vector<v1::SparsityPolicy> more,
-                            LoadPolicyFile(config.policies()));
-    declared.insert(declared.end(), more.begin(), more.end());
-  }
-  return PolicyTable::Create(std::move(declared));
-}
-
-std::vector<std::string> NamesOf(const PolicyTable& policies) {
-  std::vector<std::string> names;
-  for (const v1::SparsityPolicy& policy : policies.declared()) names.push_back(policy.name());
-  return names;
-}
-
 absl::Duration RankTimeout(const v1::ServeConfig& config) {
   return absl::Seconds(config.rank_timeout());
 }
@@ -92,41 +72,6 @@ WorkerPings PingsWithin(absl::Duration timeout) {
       std::max<int64_t>(absl::ToInt64Milliseconds(timeout) / 4, proto::kWorkerMinPingIntervalMs);
   return {.interval_ms = static_cast<int>(interval),
           .timeout_ms = static_cast<int>(absl::ToInt64Milliseconds(timeout) - interval)};
-}
-
-// Returns a multiple of the block size. A GPU gains from longer steps, up to kOnGpu tokens
-// (docs/measurements.md).
-uint32_t TokensOfStep(const v1::ServeConfig& config) {
-  constexpr uint32_t kOnCpu = 512;
-  constexpr uint32_t kOnGpu = 2048;
-  const auto block = static_cast<uint32_t>(kvstore::kBlockTokens);
-  const uint32_t asked = config.scheduler().max_num_batched_tokens();
-  if (asked == 0) return config.device() == "cuda" ? kOnGpu : kOnCpu;
-  return std::max(asked / block, 1u) * block;
-}
-
-v1::ShardPlan MakeShardPlan(const v1::ServeConfig& config, const PolicyTable& policies) {
-  v1::ShardPlan plan;
-  *plan.mutable_model() = config.model();
-  *plan.mutable_kv() = config.kv();
-  plan.set_max_num_seqs(config.scheduler().max_num_seqs());
-  plan.set_max_num_batched_tokens(config.scheduler().max_num_batched_tokens());
-  for (const v1::SparsityPolicy& policy : policies.declared()) *plan.add_policies() = policy;
-  plan.set_mass_sample_rate(config.sparse().mass_sample_rate());
-  plan.set_collective_timeout_s(config.rank_timeout());
-  plan.set_served_model_name(config.served_model_name());
-  return plan;
-}
-
-// How streams to workers and to a collector of traces speak: this server's certificate is theirs
-// too, where they ask for one.
-v1::TlsClientConfig TlsToOthers(const v1::ServeConfig& config) {
-  v1::TlsClientConfig tls;
-  if (config.tls_ca_file().empty()) return tls;
-  tls.set_tls_ca_file(config.tls_ca_file());
-  tls.set_tls_cert_file(config.tls().tls_cert_file());
-  tls.set_tls_key_file(config.tls().tls_key_file());
-  return tls;
 }
 
 absl::Status CheckKvHoldsContext(const GroupInfo& group) {
@@ -141,17 +86,6 @@ absl::Status CheckKvHoldsContext(const GroupInfo& group) {
       "the context has %d tokens, of which KV holds %d; lower --max-model-len to %d, or give each "
       "worker %.3f GB by --kv-host-size-gb",
       group.max_model_len, most, most, 1e-9 * bytes * static_cast<double>(blocks + kSpareBlocks)));
-}
-
-// The topic by which routers know this server, if none is given: kv@HOST:PORT@MODEL.
-KvEventOptions KvEventOptionsOf(const v1::ServeConfig& config) {
-  const v1::KvEventConfig& events = config.kv_events();
-  return {.endpoint = events.kv_events_endpoint(),
-          .replay_endpoint = events.kv_events_replay_endpoint(),
-          .topic = events.kv_events_topic().empty()
-                       ? absl::StrCat("kv@", config.endpoint().host(), ":",
-                                      config.endpoint().port(), "@", config.served_model_name())
-                       : events.kv_events_topic()};
 }
 
 class ServerImpl final : public Server {
@@ -203,6 +137,7 @@ class ServerImpl final : public Server {
   std::shared_ptr<proto::ServerTls> tls_;  // null: ports are plain
   std::unique_ptr<SpanExporter> spans_;    // null, as the next one: requests are not traced
   std::unique_ptr<const RequestTracer> tracer_;
+  std::unique_ptr<Contexts> contexts_;
   std::unique_ptr<WorkerGroup> group_;
   std::unique_ptr<KvEventPublisher> kv_events_;
   std::unique_ptr<EngineLoop> engine_;
@@ -213,6 +148,7 @@ class ServerImpl final : public Server {
   std::unique_ptr<HttpFront> http_;
   TextPool texts_;  // its work uses all above
   std::unique_ptr<GenerationService> service_;
+  std::unique_ptr<ContextsService> contexts_service_;
   std::unique_ptr<VllmService> vllm_service_;
   std::unique_ptr<UnknownCalls> unknown_calls_;
   std::unique_ptr<grpc::Server> server_;
@@ -239,6 +175,7 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
   KVASIR_ASSIGN_OR_RETURN(tls_, proto::ServerTls::Load(config_.tls()));
   if (tls_ != nullptr) tls_->ExportTo(metrics_.registry());
   KVASIR_RETURN_IF_ERROR(StartTracing());
+  KVASIR_ASSIGN_OR_RETURN(contexts_, OpenContexts(config_, clock_, metrics_));
   group_ = make_group(MakeShardPlan(config_, policies_), clock_);
   EngineLoopOptions options;
   options.scheduler = config_.scheduler();
@@ -259,16 +196,19 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
                                                       .clock = clock_,
                                                       .metrics = metrics_,
                                                       .texts = texts_,
+                                                      .contexts = *contexts_,
                                                       .keys = keys_.get(),
                                                       .tracer = tracer_.get(),
                                                       .started = clock_.Now()});
   service_ = std::make_unique<GenerationService>(*api_, *listener_,
                                                  absl::Seconds(config_.client_timeout()));
+  contexts_service_ = std::make_unique<ContextsService>(*contexts_, *api_, *listener_);
   vllm_service_ =
       std::make_unique<VllmService>(*api_, *listener_, absl::Seconds(config_.client_timeout()));
   unknown_calls_ = std::make_unique<UnknownCalls>(*api_);
   KVASIR_ASSIGN_OR_RETURN(
       http_, HttpFront::Start({.api = *api_,
+                               .contexts = *contexts_,
                                .host = config_.endpoint().host(),
                                .port = static_cast<int>(config_.endpoint().http_port()),
                                .registry = metrics_.registry(),
@@ -287,6 +227,7 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
                                      .tls = tls_}));
   KVASIR_RETURN_IF_ERROR(BuildServer());
   listener_->Start();
+  contexts_->Start(*api_);
   engine_->Start();
   return absl::OkStatus();
 }
@@ -355,6 +296,7 @@ absl::Status ServerImpl::BuildServer() {
           kOtherStreams);
   listener_->AddTo(builder);
   builder.RegisterService(service_.get());
+  builder.RegisterService(contexts_service_.get());
   builder.RegisterService(vllm_service_.get());
   builder.RegisterCallbackGenericService(unknown_calls_.get());
   std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>> watches;
@@ -367,6 +309,7 @@ absl::Status ServerImpl::BuildServer() {
 }
 
 void ServerImpl::OnReadiness(bool ready) {
+  if (ready) contexts_->OnReady();
   kernels::MutexLock lock(mu_);
   ready_ = ready;
   PublishReadiness();
@@ -398,6 +341,7 @@ void ServerImpl::Shutdown() {
     kernels::MutexLock lock(mu_);
     if (std::exchange(stopped_, true)) return;
   }
+  if (contexts_ != nullptr) contexts_->Stop();
   if (engine_ != nullptr) engine_->Stop(absl::UnavailableError("the server is shutting down"));
   if (listener_ != nullptr) listener_->Stop();
   if (http_ != nullptr) http_->Stop(absl::FromChrono(kLastWrites));

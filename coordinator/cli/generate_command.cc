@@ -109,6 +109,8 @@ absl::StatusOr<v1::GenerateRequest> MakeGenerateRequest(const v1::GenerateComman
   request.set_request_id(config.request_id());
   request.set_add_special_tokens(config.add_special_tokens());
   request.set_parse_special_tokens(config.parse_special_tokens());
+  request.set_context(config.context());
+  if (!config.context().empty()) request.set_add_special_tokens(false);  // they precede the context
   KVASIR_ASSIGN_OR_RETURN(*request.mutable_sampling(), MakeSampling(config));
   KVASIR_RETURN_IF_ERROR(CheckSize(request));
   return request;

@@ -10,10 +10,12 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
 
 #include "coordinator/cli/bench_command.h"
 #include "coordinator/cli/chat_command.h"
+#include "coordinator/cli/context_command.h"
 #include "coordinator/cli/generate_command.h"
 #include "coordinator/cli/serve_command.h"
 #include "coordinator/cli/status_command.h"
@@ -39,6 +41,7 @@ struct Command {
   proto::CommandInfo info;
   std::string brief;  // in the list of commands
   const google::protobuf::Message* config = nullptr;
+  std::vector<std::string> words = {};  // that it takes before its flags
   std::function<int(const proto::CommandInfo& info, int argc, const char* const* argv)> run;
 
   std::string name() const { return info.name.substr(std::strlen("kvasir ")); }
@@ -93,6 +96,32 @@ Command Chat() {
       "talk with a running server's model", RunChat);
 }
 
+// Its first argument says what to do.
+int RunContextAction(const proto::CommandInfo& own, int argc, const char* const* argv) {
+  const bool has_action = argc > 2 && argv[2][0] != '-';
+  v1::ContextCommandConfig config;
+  const absl::StatusOr<proto::NextStep> next =
+      proto::Configure(own, argc, argv, has_action ? 3 : 2, config);
+  if (!next.ok()) return Report(next.status(), kUsageError);
+  if (*next == proto::NextStep::kExit) return 0;
+  const absl::Status done = RunContext(has_action ? argv[2] : "", config);
+  return Report(done, has_action ? 1 : kUsageError);
+}
+
+Command Context() {
+  return {.info = {.name = "kvasir context",
+                   .summary = absl::StrCat(
+                       "Names documents, which the server reads once and in the background; "
+                       "generate --context then sends the question alone. The first argument is "
+                       "one of: ",
+                       absl::StrJoin(ContextActions(), ", "), "."),
+                   .example = "kvasir context create --name=contract-2026 --file=contract.txt --wait"},
+          .brief = "documents that a running server reads once, by name",
+          .config = &v1::ContextCommandConfig::default_instance(),
+          .words = ContextActions(),
+          .run = RunContextAction};
+}
+
 Command Status() {
   return MakeCommand<v1::StatusCommandConfig>(
       {.name = "kvasir status",
@@ -117,7 +146,7 @@ Command Bench() {
       "load for a running server: latencies and throughput", RunBench);
 }
 
-std::vector<Command> Commands() { return {Serve(), Generate(), Chat(), Status(), Bench()}; }
+std::vector<Command> Commands() { return {Serve(), Generate(), Chat(), Context(), Status(), Bench()}; }
 
 const Command* Find(const std::vector<Command>& commands, absl::string_view name) {
   const auto found = std::find_if(commands.begin(), commands.end(),
@@ -158,7 +187,10 @@ int Completion(const std::vector<Command>& commands, absl::string_view shell) {
   std::vector<std::string> names;
   for (const Command& command : commands) {
     names.push_back(command.name());
-    all.push_back({.name = command.name(), .summary = command.brief, .config = command.config});
+    all.push_back({.name = command.name(),
+                   .summary = command.brief,
+                   .config = command.config,
+                   .words = command.words});
   }
   all.push_back({.name = "help", .summary = "the flags of a command", .words = names});
   all.push_back({.name = "completion",

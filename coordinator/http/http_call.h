@@ -9,6 +9,7 @@
 #include "absl/time/time.h"
 #include "nlohmann/json.hpp"
 
+#include "coordinator/contexts/contexts.h"
 #include "coordinator/http/transport/exchange.h"
 #include "coordinator/request/generation_api.h"
 
@@ -17,6 +18,7 @@ namespace kvasir::coordinator {
 // Outlives all calls.
 struct HttpCallContext {
   GenerationApi& api;
+  Contexts& contexts;
   std::function<absl::Status()> health;
   std::string model;              // the served name
   nlohmann::json tokenizer_info;  // the answer of /tokenizer_info

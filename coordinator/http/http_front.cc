@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 
+#include "coordinator/http/context_calls.h"
 #include "coordinator/http/http_call.h"
 #include "coordinator/http/metrics_call.h"
 #include "coordinator/http/selections_call.h"
@@ -68,6 +69,7 @@ class RoutedFront final : public HttpFront {
  public:
   explicit RoutedFront(HttpFrontOptions options)
       : context_{.api = options.api,
+                 .contexts = options.contexts,
                  .health = std::move(options.health),
                  .model = std::move(options.model),
                  .tokenizer_info = TokenizerInfo(options.tokenizer_config, options.chat_template),
@@ -111,6 +113,7 @@ class RoutedFront final : public HttpFront {
       if (!caller.ok()) return exchange->Refuse(caller.status());
       exchange->set_caller(*std::move(caller));
     }
+    if (IsContextPath(path)) return ServeContexts(context_, std::move(exchange));
     // HEAD is answered as GET, and the connection leaves out the body. A stream is nothing else.
     const std::string& asked = exchange->request().method;
     const std::string method = asked == "HEAD" && path != kStatusEvents ? "GET" : asked;

@@ -13,13 +13,15 @@
 #include "nlohmann/json.hpp"
 #include "prometheus/registry.h"
 
+#include "coordinator/contexts/contexts.h"
 #include "coordinator/request/generation_api.h"
 #include "proto/security/tls.h"
 
 namespace kvasir::coordinator {
 
 struct HttpFrontOptions {
-  GenerationApi& api;  // outlives the front
+  GenerationApi& api;  // outlives the front, as the contexts do
+  Contexts& contexts;
   std::string host;
   int port = 0;                          // 0: any free one
   prometheus::Registry& registry;        // outlives the front

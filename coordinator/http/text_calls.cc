@@ -82,7 +82,8 @@ absl::Status Complete(const HttpCallContext& context, const std::shared_ptr<Exch
 }
 
 // Turns the conversation into tokens, whose number tells how long an answer may be.
-absl::Status Tokenize(const HttpCallContext& context, v1::GenerateRequest& request) {
+absl::Status Tokenize(const HttpCallContext& context, const Exchange& exchange,
+                      v1::GenerateRequest& request) {
   v1::TokenizeRequest conversation;
   *conversation.mutable_chat() = std::move(*request.mutable_chat());
   absl::StatusOr<v1::TokenizeResponse> tokens = context.api.Tokenize(conversation);
@@ -90,7 +91,15 @@ absl::Status Tokenize(const HttpCallContext& context, v1::GenerateRequest& reque
   *request.mutable_token_ids()->mutable_ids() = std::move(*tokens->mutable_token_ids());
   if (request.sampling().has_max_tokens()) return absl::OkStatus();
   KVASIR_ASSIGN_OR_RETURN(const v1::GetModelInfoResponse model, context.api.ModelInfo());
-  request.mutable_sampling()->set_max_tokens(LongestAnswer(model, request.token_ids().ids_size()));
+  int64_t tokens_before = 0;
+  if (!request.context().empty()) {
+    const ContextCaller by = ContextCallerOf(exchange.caller(), request.tenant_id());
+    KVASIR_ASSIGN_OR_RETURN(const std::shared_ptr<const NamedContext> named,
+                            context.contexts.Find(by.tenant, request.context()));
+    tokens_before = std::ssize(named->tokens);
+  }
+  request.mutable_sampling()->set_max_tokens(
+      LongestAnswer(model, tokens_before + request.token_ids().ids_size()));
   return absl::OkStatus();
 }
 
@@ -99,7 +108,7 @@ absl::Status Chat(const HttpCallContext& context, const std::shared_ptr<Exchange
   KVASIR_ASSIGN_OR_RETURN(ChatRequest chat, ParseChat(body));
   KVASIR_ASSIGN_OR_RETURN(const EventIds ids, ReadEventIds(exchange->request(), chat.options,
                                                            absl::MakeConstSpan(&chat.request, 1)));
-  KVASIR_RETURN_IF_ERROR(Tokenize(context, chat.request));
+  KVASIR_RETURN_IF_ERROR(Tokenize(context, *exchange, chat.request));
   const std::string& id = exchange->request().request_id;
   auto format = std::make_unique<ChatFormat>(context.api.tokenizer(),
                                              NameOf(context, absl::StrCat("chatcmpl-", id)));

@@ -191,6 +191,12 @@ struct Metrics::Series {
                "Formed groups that ended because a rank failed; their requests wait for the next.")
           .Add({});
 
+  Family<Gauge>& contexts = Gauges("kvasir_contexts", "Named contexts, by state.");
+  Gauge& contexts_waiting = contexts.Add({{"state", "waiting"}});
+  Gauge& contexts_reading = contexts.Add({{"state", "reading"}});
+  Gauge& contexts_ready = contexts.Add({{"state", "ready"}});
+  Gauge& contexts_failed = contexts.Add({{"state", "failed"}});
+
   Counter& spans_exported =
       Counters("kvasir_trace_spans_exported_total", "Spans of traces that the collector took.")
           .Add({});
@@ -307,6 +313,13 @@ MetricsTotals Metrics::totals() const {
           .cached_peer_tokens = Value(s.cached_peer),
           .prefix_queries = Value(s.prefix_queries),
           .prefix_hits = Value(s.prefix_hits)};
+}
+
+void Metrics::ContextStates(const ContextCounts& counts) {
+  series_->contexts_waiting.Set(static_cast<double>(counts.waiting));
+  series_->contexts_reading.Set(static_cast<double>(counts.reading));
+  series_->contexts_ready.Set(static_cast<double>(counts.ready));
+  series_->contexts_failed.Set(static_cast<double>(counts.failed));
 }
 
 void Metrics::SchedulerState(const SchedulerStats& stats) {

@@ -31,6 +31,14 @@ struct CacheConfigInfo {
   int64_t tensor_parallel_size = 0;
 };
 
+// Number of contexts by state.
+struct ContextCounts {
+  int64_t waiting = 0;
+  int64_t reading = 0;
+  int64_t ready = 0;
+  int64_t failed = 0;
+};
+
 // Sums since the start.
 struct MetricsTotals {
   uint64_t requests_finished = 0;
@@ -71,6 +79,7 @@ class Metrics {
 
   MetricsTotals totals() const;
 
+  void ContextStates(const ContextCounts& counts);
   void SchedulerState(const SchedulerStats& stats);
   void GroupFormed(const CacheConfigInfo& info);
   void GroupLost();

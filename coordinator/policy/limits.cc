@@ -26,6 +26,7 @@ constexpr FieldLimit kLimits[] = {
     {"GenerateRequest", "request_id", LimitKind::kBytes, 0, kMaxIdBytes},
     {"GenerateRequest", "text", LimitKind::kBytes, 0, kMaxMessageBytes},
     {"GenerateRequest", "tenant_id", LimitKind::kBytes, 0, kMaxIdBytes},
+    {"GenerateRequest", "context", LimitKind::kName, 0, kMaxContextNameBytes},
     {"GenerateRequest", "add_special_tokens", LimitKind::kNumber, 0, 1},
     {"GenerateRequest", "parse_special_tokens", LimitKind::kNumber, 0, 1},
     {"ChatInput", "messages", LimitKind::kBytes, 0, kMaxMessageBytes},
@@ -67,6 +68,22 @@ constexpr FieldLimit kLimits[] = {
     {"DetokenizeRequest", "token_ids", LimitKind::kNumber, 0, 2147483647},
     {"DetokenizeRequest", "skip_special_tokens", LimitKind::kNumber, 0, 1},
     {"GetServerInfoRequest", "max_requests", LimitKind::kNumber, 0, kMaxListedRequests},
+    {"CreateContextRequest", "name", LimitKind::kName, 1, kMaxContextNameBytes},
+    {"CreateContextRequest", "tenant_id", LimitKind::kBytes, 0, kMaxIdBytes},
+    {"CreateContextRequest", "text", LimitKind::kBytes, 0, kMaxMessageBytes},
+    {"CreateContextRequest", "add_special_tokens", LimitKind::kNumber, 0, 1},
+    {"CreateContextRequest", "parse_special_tokens", LimitKind::kNumber, 0, 1},
+    {"ForkContextRequest", "name", LimitKind::kName, 1, kMaxContextNameBytes},
+    {"ForkContextRequest", "new_name", LimitKind::kName, 1, kMaxContextNameBytes},
+    {"ForkContextRequest", "tenant_id", LimitKind::kBytes, 0, kMaxIdBytes},
+    {"ForkContextRequest", "text", LimitKind::kBytes, 0, kMaxMessageBytes},
+    {"ForkContextRequest", "add_special_tokens", LimitKind::kNumber, 0, 1},
+    {"ForkContextRequest", "parse_special_tokens", LimitKind::kNumber, 0, 1},
+    {"GetContextRequest", "name", LimitKind::kName, 1, kMaxContextNameBytes},
+    {"GetContextRequest", "tenant_id", LimitKind::kBytes, 0, kMaxIdBytes},
+    {"DeleteContextRequest", "name", LimitKind::kName, 1, kMaxContextNameBytes},
+    {"DeleteContextRequest", "tenant_id", LimitKind::kBytes, 0, kMaxIdBytes},
+    {"ListContextsRequest", "tenant_id", LimitKind::kBytes, 0, kMaxIdBytes},
     {"PolicyChoice", "name", LimitKind::kName, 0, 64},
     {"SparsityPolicy", "name", LimitKind::kName, 1, 64},
     {"SparsityPolicy", "tail_tokens", LimitKind::kNumber, 0, 4096},
@@ -164,7 +181,7 @@ absl::Status CheckName(const std::string& path, absl::string_view name) {
   });
   if (good) return absl::OkStatus();
   return absl::InvalidArgumentError(
-      absl::StrCat(path, " has a character outside [a-z0-9_-]; use the name of a declared policy"));
+      absl::StrCat(path, " has a character outside [a-z0-9_-]"));
 }
 
 absl::Status CheckField(absl::string_view where, const Message& message,

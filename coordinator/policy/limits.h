@@ -20,6 +20,9 @@ inline constexpr int64_t kMaxContextTokens = int64_t{1} << 24;
 // Longest id of a request, and of a tenant, in bytes.
 inline constexpr int kMaxIdBytes = 128;
 
+// Longest name of a context, in bytes.
+inline constexpr int kMaxContextNameBytes = 64;
+
 // Most requests that one answer of GetServerInfo lists.
 inline constexpr int kMaxListedRequests = 256;
 

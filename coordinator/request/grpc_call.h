@@ -33,6 +33,8 @@ class UnaryCall {
 
   // UNAUTHENTICATED when the call has no key of a server that has keys.
   const absl::Status& known() const { return known_; }
+  // Whose key it has; null on a server without keys.
+  const std::shared_ptr<const Caller>& caller() const { return origin_.caller; }
   // For gRPC, which is given it before the call ends.
   grpc::ServerUnaryReactor* reactor() const { return reactor_; }
   // The response is filled when `status` is OK. Returns the reactor.

@@ -27,13 +27,17 @@ absl::Status CheckTokenIds(absl::string_view field,
 // Converts the field `field`, text or chat, to tokens.
 absl::StatusOr<std::vector<int32_t>> Encode(absl::string_view field,
                                             const v1::GenerateRequest& request,
-                                            const ServedModel& model, int64_t max_tokens) {
+                                            const ServedModel& model, int64_t max_tokens,
+                                            int64_t before) {
   const bool is_empty = request.has_text() && request.text().empty();
-  KVASIR_RETURN_IF_ERROR(CheckPromptLength(is_empty ? 0 : 1, max_tokens, model.max_model_len));
-  const int64_t most = model.max_model_len - max_tokens;
+  KVASIR_RETURN_IF_ERROR(
+      CheckPromptLength(before + (is_empty ? 0 : 1), max_tokens, model.max_model_len));
+  const int64_t most = model.max_model_len - max_tokens - before;
+  EncodeOptions encoding = EncodingOf(request, most);
+  if (before > 0 && !request.has_add_special_tokens()) encoding.add_special_tokens = false;
   absl::StatusOr<std::vector<int32_t>> ids =
       request.has_chat() ? EncodeChat(request.chat(), model.chat, model.tokenizer, most)
-                         : model.tokenizer.Encode(request.text(), EncodingOf(request, most));
+                         : model.tokenizer.Encode(request.text(), encoding);
   if (!ids.ok()) {
     return absl::Status(
         ids.status().code(),
@@ -48,7 +52,7 @@ absl::StatusOr<std::vector<int32_t>> Encode(absl::string_view field,
         model.vocab_size, " tokens, does not"));
   }
   KVASIR_RETURN_IF_ERROR(
-      CheckPromptLength(static_cast<int64_t>(ids->size()), max_tokens, model.max_model_len));
+      CheckPromptLength(before + std::ssize(*ids), max_tokens, model.max_model_len));
   return ids;
 }
 
@@ -59,27 +63,6 @@ absl::Status CheckNothingOfText(absl::string_view field, const v1::GenerateReque
   return absl::InvalidArgumentError(absl::StrCat(
       request.has_add_special_tokens() ? "add_special_tokens" : "parse_special_tokens",
       " is set beside ", field, "; it says how text becomes tokens: drop it, or send text"));
-}
-
-absl::StatusOr<std::vector<int32_t>> ParsePrompt(const v1::GenerateRequest& request,
-                                                 const ServedModel& model, int64_t max_tokens) {
-  switch (request.input_case()) {
-    case v1::GenerateRequest::kText:
-      return Encode("text", request, model, max_tokens);
-    case v1::GenerateRequest::kChat:
-      KVASIR_RETURN_IF_ERROR(CheckNothingOfText("chat", request));
-      return Encode("chat", request, model, max_tokens);
-    case v1::GenerateRequest::kTokenIds: {
-      KVASIR_RETURN_IF_ERROR(CheckNothingOfText("token_ids", request));
-      const auto& ids = request.token_ids().ids();
-      KVASIR_RETURN_IF_ERROR(CheckPromptLength(ids.size(), max_tokens, model.max_model_len));
-      KVASIR_RETURN_IF_ERROR(CheckTokenIds("token_ids.ids", ids, model.vocab_size));
-      return std::vector<int32_t>(ids.begin(), ids.end());
-    }
-    case v1::GenerateRequest::INPUT_NOT_SET:
-      break;
-  }
-  return absl::InvalidArgumentError("none of text, chat and token_ids is set; set one of them");
 }
 
 // Returns the biases sorted by token, each token once.
@@ -156,10 +139,42 @@ absl::Status ParseResume(const v1::GenerateRequest& request, int64_t vocab_size,
   return absl::OkStatus();
 }
 
+// Returns the request's choice, with what it leaves to the context.
+v1::PolicyChoice PolicyOf(const v1::GenerateRequest& request, const GivenContext& context) {
+  const v1::PolicyChoice& own = request.policy();
+  if (context.policy == nullptr || !own.name().empty() || own.has_prefill_overrides()) return own;
+  v1::PolicyChoice choice = *context.policy;
+  if (own.has_decode_overrides()) *choice.mutable_decode_overrides() = own.decode_overrides();
+  return choice;
+}
+
 }  // namespace
 
+absl::StatusOr<std::vector<int32_t>> ParsePrompt(const v1::GenerateRequest& request,
+                                                 const ServedModel& model, int64_t max_tokens,
+                                                 int64_t before) {
+  switch (request.input_case()) {
+    case v1::GenerateRequest::kText:
+      return Encode("text", request, model, max_tokens, before);
+    case v1::GenerateRequest::kChat:
+      KVASIR_RETURN_IF_ERROR(CheckNothingOfText("chat", request));
+      return Encode("chat", request, model, max_tokens, before);
+    case v1::GenerateRequest::kTokenIds: {
+      KVASIR_RETURN_IF_ERROR(CheckNothingOfText("token_ids", request));
+      const auto& ids = request.token_ids().ids();
+      KVASIR_RETURN_IF_ERROR(CheckPromptLength(before + ids.size(), max_tokens, model.max_model_len));
+      KVASIR_RETURN_IF_ERROR(CheckTokenIds("token_ids.ids", ids, model.vocab_size));
+      return std::vector<int32_t>(ids.begin(), ids.end());
+    }
+    case v1::GenerateRequest::INPUT_NOT_SET:
+      break;
+  }
+  return absl::InvalidArgumentError("none of text, chat and token_ids is set; set one of them");
+}
+
 absl::StatusOr<ParsedRequest> ParseRequest(const v1::GenerateRequest& request,
-                                           const ServedModel& model, uint64_t seed) {
+                                           const ServedModel& model, uint64_t seed,
+                                           const GivenContext& context) {
   KVASIR_RETURN_IF_ERROR(CheckLimits("", request));
   const v1::SamplingParams& params = request.sampling();
   const uint32_t max_tokens = params.has_max_tokens() ? params.max_tokens() : kDefaultMaxTokens;
@@ -173,8 +188,12 @@ absl::StatusOr<ParsedRequest> ParseRequest(const v1::GenerateRequest& request,
   KVASIR_ASSIGN_OR_RETURN(const std::vector<v1::LogitBias> biases,
                           ResolveBiases(params, model.vocab_size));
   ParsedRequest parsed;
-  KVASIR_ASSIGN_OR_RETURN(parsed.policy, model.policies.Resolve(request.policy()));
-  KVASIR_ASSIGN_OR_RETURN(parsed.prompt, ParsePrompt(request, model, max_tokens));
+  KVASIR_ASSIGN_OR_RETURN(parsed.policy, model.policies.Resolve(PolicyOf(request, context)));
+  KVASIR_ASSIGN_OR_RETURN(const std::vector<int32_t> input,
+                          ParsePrompt(request, model, max_tokens, std::ssize(context.tokens)));
+  parsed.prompt.reserve(context.tokens.size() + input.size());
+  parsed.prompt.assign(context.tokens.begin(), context.tokens.end());
+  parsed.prompt.insert(parsed.prompt.end(), input.begin(), input.end());
   KVASIR_RETURN_IF_ERROR(CheckTrainedWindow(parsed.policy,
                                             static_cast<int64_t>(parsed.prompt.size()) + max_tokens,
                                             model.trained_window));

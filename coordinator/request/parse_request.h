@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 
 #include "coordinator/chat/model_chat.h"
 #include "coordinator/policy/policy.h"
@@ -28,6 +29,12 @@ struct ServedModel {
   int64_t vocab_size = 0;
   int64_t max_model_len = 0;
   int64_t trained_window = 0;  // as in v1::Ready
+};
+
+// The context that a request names; empty: none.
+struct GivenContext {
+  absl::Span<const int32_t> tokens = {};       // precede those of the input
+  const v1::PolicyChoice* policy = nullptr;  // where the request chooses none
 };
 
 struct ParsedRequest {
@@ -56,6 +63,13 @@ EncodeOptions EncodingOf(const TextRequest& request, int64_t max_tokens) {
 
 // Uses `seed` when the request has none. INVALID_ARGUMENT with the field, its value and its range.
 absl::StatusOr<ParsedRequest> ParseRequest(const v1::GenerateRequest& request,
-                                           const ServedModel& model, uint64_t seed);
+                                           const ServedModel& model, uint64_t seed,
+                                           const GivenContext& context = {});
+
+// Returns the tokens of the input alone, which follow `before` tokens of a context and leave room
+// for an answer of `max_tokens`. REQUIRES: the request passed CheckLimits.
+absl::StatusOr<std::vector<int32_t>> ParsePrompt(const v1::GenerateRequest& request,
+                                                 const ServedModel& model, int64_t max_tokens,
+                                                 int64_t before);
 
 }  // namespace kvasir::coordinator

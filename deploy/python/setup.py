@@ -8,7 +8,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 PROTO = pathlib.Path(__file__).resolve().parents[2] / "proto"
-FILES = ("kvasir/v1/sparsity.proto", "kvasir/v1/generation.proto")
+FILES = ("kvasir/v1/sparsity.proto", "kvasir/v1/generation.proto", "kvasir/v1/contexts.proto")
 
 
 class BuildWithMessages(build_py):

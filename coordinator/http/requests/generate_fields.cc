@@ -117,6 +117,7 @@ void ReadGenerateFields(JsonFields& fields, v1::GenerateRequest& request) {
   ReadPolicy(fields, *request.mutable_policy());
   // Prefixes are shared only among requests with the same salt.
   if (const auto salt = fields.String("cache_salt")) request.set_tenant_id(*salt);
+  if (const auto name = fields.String("context")) request.set_context(*name);
   if (fields.Bool("use_beam_search").value_or(false)) {
     fields.Refuse("use_beam_search", "beam search is not served; drop it");
   }

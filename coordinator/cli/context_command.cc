@@ -1,0 +1,229 @@
+#include "coordinator/cli/context_command.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <iostream>
+#include <memory>
+#include <optional>
+#include <thread>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "google/protobuf/util/json_util.h"
+
+#include "coordinator/cli/calls/connect.h"
+#include "coordinator/cli/check_text.h"
+#include "coordinator/cli/progress_bar.h"
+#include "kernels/base/status_macros.h"
+#include "proto/finish_numbers.h"
+#include "proto/grpc_status.h"
+#include "proto/kvasir/v1/contexts.grpc.pb.h"
+#include "proto/text_file.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+constexpr std::chrono::milliseconds kPollInterval(100);
+
+// One run of the command.
+struct ContextRun {
+  const v1::ContextCommandConfig& config;
+  v1::Contexts::Stub& stub;
+  absl::Time deadline;
+};
+
+// Calls the server until the run's deadline.
+template <typename Request, typename Response>
+absl::StatusOr<Response> Call(const ContextRun& run,
+                              grpc::Status (v1::Contexts::Stub::*call)(grpc::ClientContext*,
+                                                                       const Request&, Response*),
+                              const Request& request) {
+  grpc::ClientContext context;
+  SetTimeout(run.deadline - absl::Now(), context);
+  Response response;
+  KVASIR_RETURN_IF_ERROR(
+      proto::FromGrpcStatus((run.stub.*call)(&context, request, &response)));
+  return response;
+}
+
+absl::Status PrintJson(const google::protobuf::Message& message) {
+  std::string text;
+  google::protobuf::util::JsonPrintOptions options;
+  options.always_print_primitive_fields = true;
+  options.preserve_proto_field_names = true;
+  const auto status = google::protobuf::util::MessageToJsonString(message, &text, options);
+  if (!status.ok()) return absl::InternalError(std::string(status.message()));
+  std::cout << text << '\n';
+  return absl::OkStatus();
+}
+
+absl::Status Print(const ContextRun& run, const v1::Context& context) {
+  if (run.config.json()) return PrintJson(context);
+  std::cout << ContextTable({context});
+  return absl::OkStatus();
+}
+
+// Reads --text or --file; none of them: nothing.
+absl::StatusOr<std::optional<std::string>> ReadDocument(const v1::ContextCommandConfig& config) {
+  const std::string& path = config.file();
+  if (!path.empty() && !config.text().empty()) {
+    return absl::InvalidArgumentError("--text and --file are both given; give one of them");
+  }
+  if (path.empty() && config.text().empty()) return std::optional<std::string>();
+  std::string text = config.text();
+  if (path == "-") {
+    KVASIR_ASSIGN_OR_RETURN(text, proto::ReadStandardInput());
+  } else if (!path.empty()) {
+    KVASIR_ASSIGN_OR_RETURN(text, proto::ReadTextFile("--file", path));
+  }
+  KVASIR_RETURN_IF_ERROR(CheckUtf8("the document", text));
+  return std::optional<std::string>(std::move(text));
+}
+
+// Waits until the context is read, if that is wanted, and prints it.
+absl::Status Await(const ContextRun& run, v1::Context context) {
+  v1::GetContextRequest get;
+  get.set_name(context.name());
+  get.set_tenant_id(run.config.tenant());
+  ProgressBar bar(stderr, "reading context");
+  while (run.config.wait() && (context.state() == v1::CONTEXT_STATE_WAITING ||
+                               context.state() == v1::CONTEXT_STATE_READING)) {
+    std::optional<absl::Duration> eta;
+    if (context.has_eta()) eta = absl::Seconds(proto::ToSeconds(context.eta()));
+    bar.Show(context.processed_tokens(), context.tokens(), eta);
+    std::this_thread::sleep_for(kPollInterval);
+    KVASIR_ASSIGN_OR_RETURN(context, Call(run, &v1::Contexts::Stub::Get, get));
+  }
+  bar.Clear();
+  KVASIR_RETURN_IF_ERROR(Print(run, context));
+  if (context.state() != v1::CONTEXT_STATE_FAILED) return absl::OkStatus();
+  return absl::UnavailableError(
+      absl::StrCat("the context was not read: ", context.state_reason()));
+}
+
+absl::Status Create(const ContextRun& run) {
+  KVASIR_ASSIGN_OR_RETURN(std::optional<std::string> document, ReadDocument(run.config));
+  if (!document.has_value()) {
+    return absl::InvalidArgumentError("give the document by one of --text and --file");
+  }
+  v1::CreateContextRequest request;
+  request.set_name(run.config.name());
+  request.set_tenant_id(run.config.tenant());
+  request.set_text(*std::move(document));
+  request.set_add_special_tokens(run.config.add_special_tokens());
+  request.set_parse_special_tokens(run.config.parse_special_tokens());
+  request.mutable_policy()->set_name(run.config.policy());
+  KVASIR_ASSIGN_OR_RETURN(const v1::Context made,
+                          Call(run, &v1::Contexts::Stub::Create, request));
+  return Await(run, made);
+}
+
+absl::Status Fork(const ContextRun& run) {
+  KVASIR_ASSIGN_OR_RETURN(std::optional<std::string> document, ReadDocument(run.config));
+  v1::ForkContextRequest request;
+  request.set_name(run.config.name());
+  request.set_new_name(run.config.new_name());
+  request.set_tenant_id(run.config.tenant());
+  if (document.has_value()) {
+    request.set_text(*std::move(document));
+    request.set_parse_special_tokens(run.config.parse_special_tokens());
+  }
+  KVASIR_ASSIGN_OR_RETURN(const v1::Context made, Call(run, &v1::Contexts::Stub::Fork, request));
+  return Await(run, made);
+}
+
+absl::Status Get(const ContextRun& run) {
+  v1::GetContextRequest request;
+  request.set_name(run.config.name());
+  request.set_tenant_id(run.config.tenant());
+  KVASIR_ASSIGN_OR_RETURN(const v1::Context context,
+                          Call(run, &v1::Contexts::Stub::Get, request));
+  return Print(run, context);
+}
+
+absl::Status List(const ContextRun& run) {
+  v1::ListContextsRequest request;
+  request.set_tenant_id(run.config.tenant());
+  KVASIR_ASSIGN_OR_RETURN(const v1::ListContextsResponse list,
+                          Call(run, &v1::Contexts::Stub::List, request));
+  if (run.config.json()) return PrintJson(list);
+  std::cout << ContextTable({list.contexts().begin(), list.contexts().end()});
+  return absl::OkStatus();
+}
+
+absl::Status Delete(const ContextRun& run) {
+  v1::DeleteContextRequest request;
+  request.set_name(run.config.name());
+  request.set_tenant_id(run.config.tenant());
+  return Call(run, &v1::Contexts::Stub::Delete, request).status();
+}
+
+struct Action {
+  absl::string_view name;
+  absl::Status (*run)(const ContextRun&);
+};
+
+constexpr Action kActions[] = {
+    {"create", Create}, {"fork", Fork}, {"get", Get}, {"list", List}, {"delete", Delete},
+};
+
+absl::string_view StateName(v1::ContextState state) {
+  switch (state) {
+    case v1::CONTEXT_STATE_WAITING:
+      return "waiting";
+    case v1::CONTEXT_STATE_READING:
+      return "reading";
+    case v1::CONTEXT_STATE_READY:
+      return "ready";
+    case v1::CONTEXT_STATE_FAILED:
+      return "failed";
+    default:
+      return "?";
+  }
+}
+
+}  // namespace
+
+std::vector<std::string> ContextActions() {
+  std::vector<std::string> names;
+  for (const Action& action : kActions) names.emplace_back(action.name);
+  return names;
+}
+
+std::string ContextTable(const std::vector<v1::Context>& contexts) {
+  size_t width = 4;
+  for (const v1::Context& context : contexts) width = std::max(width, context.name().size());
+  const int name_width = static_cast<int>(width);
+  std::string text = absl::StrFormat("%-*s  %-8s %12s %12s  %s\n", name_width, "name", "state",
+                                     "tokens", "read", "created (UTC)");
+  for (const v1::Context& context : contexts) {
+    const absl::Time created = absl::FromUnixSeconds(context.created_at().seconds());
+    absl::StrAppendFormat(&text, "%-*s  %-8s %12s %12s  %s\n", name_width, context.name(),
+                          StateName(context.state()), WithCommas(context.tokens()),
+                          WithCommas(context.processed_tokens()),
+                          absl::FormatTime("%Y-%m-%d %H:%M:%S", created, absl::UTCTimeZone()));
+  }
+  return text;
+}
+
+absl::Status RunContext(absl::string_view action, const v1::ContextCommandConfig& config) {
+  const auto* found = std::find_if(std::begin(kActions), std::end(kActions),
+                                   [&](const Action& known) { return known.name == action; });
+  if (found == std::end(kActions)) {
+    return absl::InvalidArgumentError(absl::StrCat("there is no action '", action, "'; give one of ",
+                                                   absl::StrJoin(ContextActions(), ", ")));
+  }
+  KVASIR_ASSIGN_OR_RETURN(const std::shared_ptr<grpc::Channel> channel,
+                          Connect(config.server(), config.api_key_file(), config.tls()));
+  const auto stub = v1::Contexts::NewStub(channel);
+  return found->run({.config = config,
+                     .stub = *stub,
+                     .deadline = absl::Now() + absl::Seconds(config.timeout())});
+}
+
+}  // namespace kvasir::coordinator

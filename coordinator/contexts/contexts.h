@@ -1,0 +1,155 @@
+// The contexts of all tenants: their names and tokens, and how far they are read. It hides where
+// records are kept, and a thread that reads one context after the other through requests of its
+// own, so that clients' requests have at most one such prompt beside them. Made by the server;
+// called by the transports, and by requests that name a context. Thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+#include "coordinator/contexts/context_engine.h"
+#include "coordinator/contexts/record_folder.h"
+#include "coordinator/metrics/metrics.h"
+#include "coordinator/request/request_origin.h"
+#include "coordinator/security/caller.h"
+#include "coordinator/time/clock.h"
+#include "kernels/base/mutex.h"
+#include "proto/kvasir/v1/context_record.pb.h"
+#include "proto/kvasir/v1/contexts.pb.h"
+
+namespace kvasir::coordinator {
+
+struct ContextsOptions {
+  std::string folder;       // of the records; empty: they end with the process
+  int64_t max_contexts = 0;  // of all tenants
+  int64_t max_tokens = 0;    // of all contexts together
+};
+
+// A context as requests use it. Never changes.
+struct NamedContext {
+  std::string tenant;
+  std::string name;
+  std::vector<int32_t> tokens;
+  v1::PolicyChoice policy;
+  int64_t created_at_unix_s = 0;
+};
+
+// Who asks: the key's owner, if there are keys, and the tenant that the request names.
+struct ContextCaller {
+  std::shared_ptr<const Caller> caller;
+  std::string tenant;  // as prefix keys have it
+};
+
+// Returns who asks for `part` of the caller's tenant, as GenerateRequest.tenant_id names it.
+ContextCaller ContextCallerOf(std::shared_ptr<const Caller> caller, const std::string& part);
+
+class Contexts {
+ public:
+  // Loads the records. UNAVAILABLE when the folder cannot be used. The references outlive it.
+  static absl::StatusOr<std::unique_ptr<Contexts>> Open(const ContextsOptions& options,
+                                                        Clock& clock, Metrics& metrics);
+  ~Contexts();  // calls Stop
+
+  // Begins to read. `engine` outlives Stop.
+  void Start(ContextEngine& engine);
+  // A worker group serves: reads that waited for one are tried at once. Any thread.
+  void OnReady() EXCLUDES(mu_);
+  void Stop() EXCLUDES(mu_);
+
+  // Called within RunText, as a text may be long.
+  absl::StatusOr<v1::Context> Create(const v1::CreateContextRequest& request,
+                                     const ContextCaller& by) EXCLUDES(mu_);
+  absl::StatusOr<v1::Context> Fork(const v1::ForkContextRequest& request, const ContextCaller& by)
+      EXCLUDES(mu_);
+
+  absl::StatusOr<v1::Context> Get(const v1::GetContextRequest& request, const ContextCaller& by)
+      EXCLUDES(mu_);
+  absl::StatusOr<v1::ListContextsResponse> List(const v1::ListContextsRequest& request,
+                                                const ContextCaller& by) EXCLUDES(mu_);
+  absl::Status Delete(const v1::DeleteContextRequest& request, const ContextCaller& by)
+      EXCLUDES(mu_);
+
+  // NOT_FOUND when the tenant has no context of this name.
+  absl::StatusOr<std::shared_ptr<const NamedContext>> Find(const std::string& tenant,
+                                                           const std::string& name) const
+      EXCLUDES(mu_);
+
+ private:
+  class ReadSink;
+  using Key = std::pair<std::string, std::string>;  // tenant, name
+  struct Entry {
+    std::shared_ptr<const NamedContext> context;
+    std::shared_ptr<const Caller> caller = {};  // who made it; null after a restart
+    v1::ContextState state = v1::CONTEXT_STATE_WAITING;
+    std::string reason = {};
+    int64_t processed_tokens = 0;
+    std::optional<google::protobuf::Duration> eta = {};  // until it is read
+  };
+  // A read that ended.
+  struct Ended {
+    std::shared_ptr<const NamedContext> context;
+    absl::Status status;
+    bool began = false;  // it was admitted
+  };
+
+  Contexts(const ContextsOptions& options, std::optional<RecordFolder> folder, Clock& clock,
+           Metrics& metrics)
+      : options_(options), folder_(std::move(folder)), clock_(clock), metrics_(metrics) {}
+
+  void Load() EXCLUDES(mu_);
+  // Names the tokens and lets them be read.
+  absl::StatusOr<v1::Context> Add(NamedContext context, std::shared_ptr<const Caller> caller)
+      EXCLUDES(files_mu_, mu_);
+  absl::Status CheckNew(const NamedContext& context) const REQUIRES(mu_);
+  absl::Status Save(const NamedContext& context, bool is_read) REQUIRES(files_mu_);
+  absl::StatusOr<const Entry*> FindEntry(const std::string& tenant, const std::string& name) const
+      REQUIRES(mu_);
+  v1::Context DescribeEntry(const Entry& entry) const REQUIRES(mu_);
+  // Null when the context was forgotten.
+  Entry* EntryOf(const NamedContext& context) REQUIRES(mu_);
+  void CountStates() REQUIRES(mu_);
+
+  // The reading thread.
+  void RunReader() EXCLUDES(files_mu_, mu_);
+  void Read(const Entry& entry) EXCLUDES(mu_);
+  void TakeEnd(const Ended& ended) EXCLUDES(files_mu_, mu_);
+
+  // The engine's thread.
+  void OnProgress(const NamedContext& context, const v1::Progress& progress) EXCLUDES(mu_);
+  void OnEnd(Ended ended) EXCLUDES(mu_);
+
+  const ContextsOptions options_;
+  const std::optional<RecordFolder> folder_;
+  Clock& clock_;
+  Metrics& metrics_;
+  ContextEngine* engine_ = nullptr;  // constant after Start
+
+  // Held by who adds or removes a context, over the writing of its record, for which the engine's
+  // thread must not wait. Taken before mu_.
+  kernels::Mutex files_mu_;
+  mutable kernels::Mutex mu_;
+  kernels::CondVar changed_;
+  std::map<Key, Entry> entries_ GUARDED_BY(mu_);
+  int64_t tokens_ GUARDED_BY(mu_) = 0;  // of all entries
+  std::deque<std::shared_ptr<const NamedContext>> to_read_ GUARDED_BY(mu_);
+  std::shared_ptr<ReadSink> reading_ GUARDED_BY(mu_);  // null: nothing is read
+  std::optional<Ended> ended_ GUARDED_BY(mu_);         // of reading_
+  TimePoint next_try_ GUARDED_BY(mu_) = {};            // nothing is read before
+  absl::Duration pause_ GUARDED_BY(mu_) = {};          // before the last try
+  bool stopping_ GUARDED_BY(mu_) = false;
+
+  int64_t reads_ = 0;   // by the reading thread
+  std::thread reader_;  // last: it uses everything above
+};
+
+}  // namespace kvasir::coordinator

@@ -1,0 +1,182 @@
+#include "coordinator/http/context_calls.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "google/protobuf/message.h"
+#include "google/protobuf/util/json_util.h"
+
+#include "coordinator/http/requests/conversation_fields.h"
+#include "coordinator/http/requests/generate_fields.h"
+#include "coordinator/http/requests/json_body.h"
+#include "coordinator/http/requests/json_fields.h"
+#include "coordinator/http/transport/error_reply.h"
+#include "coordinator/policy/limits.h"
+#include "coordinator/text_pool.h"
+#include "kernels/base/status_macros.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+constexpr absl::string_view kPath = "/v1/contexts";
+
+// One call: its body's fields, the name in its path, and who asks.
+struct ContextCall {
+  const HttpCallContext& context;
+  const JsonBody& body;
+  JsonFields& fields;
+  const std::string& name;
+  ContextCaller by;
+};
+
+absl::StatusOr<std::string> ToJson(const google::protobuf::Message& message) {
+  std::string text;
+  google::protobuf::util::JsonPrintOptions options;
+  options.always_print_primitive_fields = true;
+  options.preserve_proto_field_names = true;
+  const auto status = google::protobuf::util::MessageToJsonString(message, &text, options);
+  if (!status.ok()) return absl::InternalError(std::string(status.message()));
+  return text;
+}
+
+template <typename Response>
+absl::StatusOr<std::string> AnswerOf(const absl::StatusOr<Response>& response) {
+  KVASIR_RETURN_IF_ERROR(response.status());
+  return ToJson(*response);
+}
+
+// Reads text, tokens or messages.
+template <typename Request>
+void ReadInput(const ContextCall& call, Request& request) {
+  JsonFields& fields = call.fields;
+  if (const auto text = fields.String("text")) request.set_text(*text);
+  if (fields.Has("tokens")) {
+    const std::vector<uint32_t> ids =
+        fields.Ids("tokens", static_cast<size_t>(kMaxContextTokens));
+    request.mutable_token_ids()->mutable_ids()->Assign(ids.begin(), ids.end());
+  }
+  if (fields.Has("messages")) *request.mutable_chat() = ReadConversation(call.body, fields);
+  const int inputs = (fields.Has("text") ? 1 : 0) + (fields.Has("tokens") ? 1 : 0) +
+                     (fields.Has("messages") ? 1 : 0);
+  if (inputs > 1) fields.Refuse("text", "expected one of text, tokens and messages");
+  if (const auto value = fields.Bool("add_special_tokens")) request.set_add_special_tokens(*value);
+  if (const auto value = fields.Bool("parse_special_tokens")) {
+    request.set_parse_special_tokens(*value);
+  }
+}
+
+absl::StatusOr<std::string> Create(const ContextCall& call) {
+  v1::CreateContextRequest request;
+  request.set_name(call.fields.String("name").value_or(""));
+  v1::GenerateRequest shared;  // the fields that it has in common with completions
+  ReadGenerateFields(call.fields, shared);
+  *request.mutable_policy() = shared.policy();
+  ReadInput(call, request);
+  KVASIR_RETURN_IF_ERROR(call.fields.status());
+  return AnswerOf(call.context.contexts.Create(request, call.by));
+}
+
+absl::StatusOr<std::string> Fork(const ContextCall& call) {
+  v1::ForkContextRequest request;
+  request.set_name(call.name);
+  request.set_new_name(call.fields.String("new_name").value_or(""));
+  ReadInput(call, request);
+  KVASIR_RETURN_IF_ERROR(call.fields.status());
+  return AnswerOf(call.context.contexts.Fork(request, call.by));
+}
+
+absl::StatusOr<std::string> List(const ContextCall& call) {
+  return AnswerOf(call.context.contexts.List({}, call.by));
+}
+
+absl::StatusOr<std::string> Get(const ContextCall& call) {
+  v1::GetContextRequest request;
+  request.set_name(call.name);
+  return AnswerOf(call.context.contexts.Get(request, call.by));
+}
+
+absl::StatusOr<std::string> Delete(const ContextCall& call) {
+  v1::DeleteContextRequest request;
+  request.set_name(call.name);
+  KVASIR_RETURN_IF_ERROR(call.context.contexts.Delete(request, call.by));
+  return ToJson(v1::DeleteContextResponse());
+}
+
+struct ContextRoute {
+  absl::string_view method;
+  bool names_context;
+  absl::string_view action;  // the last part of the path; empty: none
+  absl::StatusOr<std::string> (*call)(const ContextCall&);
+};
+
+constexpr ContextRoute kContextRoutes[] = {
+    {"POST", false, "", Create}, {"GET", false, "", List},     {"GET", true, "", Get},
+    {"DELETE", true, "", Delete}, {"POST", true, "fork", Fork},
+};
+
+absl::StatusOr<std::string> Answer(const HttpCallContext& context, Exchange& exchange,
+                                   const ContextRoute& route, const std::string& name) {
+  // A body is optional where its fields are.
+  std::string text = exchange.TakeBody();
+  KVASIR_ASSIGN_OR_RETURN(const JsonBody body, ParseBody(text.empty() ? "{}" : std::move(text)));
+  JsonFields fields(body.object);
+  const std::string part = fields.String("cache_salt").value_or("");
+  KVASIR_RETURN_IF_ERROR(fields.status());
+  return route.call({.context = context,
+                     .body = body,
+                     .fields = fields,
+                     .name = name,
+                     .by = ContextCallerOf(exchange.caller(), part)});
+}
+
+}  // namespace
+
+bool IsContextPath(absl::string_view path) {
+  return path == kPath || absl::StartsWith(path, absl::StrCat(kPath, "/"));
+}
+
+void ServeContexts(const HttpCallContext& context, std::shared_ptr<Exchange> exchange) {
+  const HttpRequest& request = exchange->request();
+  const std::vector<std::string> parts =
+      absl::StrSplit(absl::string_view(request.path).substr(kPath.size()), '/');
+  const std::string name = parts.size() > 1 ? parts[1] : "";
+  const std::string action = parts.size() > 2 ? parts[2] : "";
+  const std::string method = request.method == "HEAD" ? "GET" : request.method;
+  std::vector<absl::string_view> allowed;
+  for (const ContextRoute& route : kContextRoutes) {
+    if (parts.size() > 3 || route.names_context != (parts.size() > 1) || route.action != action) {
+      continue;
+    }
+    allowed.push_back(route.method);
+    if (route.method != method) continue;
+    const auto work = [&context, exchange, &route, name] {
+      absl::StatusOr<std::string> answer = Answer(context, *exchange, route, name);
+      if (!answer.ok()) return exchange->Refuse(answer.status());
+      exchange->Reply({.body = *std::move(answer)});
+    };
+    // Records are files: never written on a thread that serves streams.
+    const size_t bytes = std::max(request.body.size(), TextPool::kShortBytes + 1);
+    const absl::Status taken = context.api.RunText(bytes, work);
+    if (!taken.ok()) exchange->Refuse(taken);
+    return;
+  }
+  if (allowed.empty()) {
+    return exchange->Refuse(absl::NotFoundError(
+        absl::StrCat("there is no ", request.path, "; docs/api.md lists what there is")));
+  }
+  const std::string allow = absl::StrJoin(allowed, ", ");
+  exchange->Refuse(WithAllowedMethods(
+      absl::InvalidArgumentError(absl::StrCat(request.path, " is not served for ", request.method,
+                                              ", only for ", allow)),
+      allow));
+}
+
+}  // namespace kvasir::coordinator
