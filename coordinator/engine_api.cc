@@ -18,6 +18,8 @@
 namespace kvasir::coordinator {
 namespace {
 
+static_assert(kFileWorkBytes > TextPool::kShortBytes);
+
 uint64_t Random64() {
   std::random_device device;
   return (uint64_t{device()} << 32) | device();

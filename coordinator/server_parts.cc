@@ -81,7 +81,7 @@ absl::StatusOr<std::unique_ptr<Contexts>> OpenContexts(const v1::ServeConfig& co
   ContextsOptions options;
   options.folder = config.contexts_path();
   options.max_contexts = config.max_contexts();
-  options.max_tokens = config.max_context_tokens();
+  options.max_tokens = static_cast<int64_t>(config.max_context_tokens());
   const std::string& disk = config.kv().kv_disk_path();
   const bool is_beside_stores = options.folder.empty() && !disk.empty();
   if (is_beside_stores) options.folder = absl::StrCat(disk, "/contexts");

@@ -1,4 +1,4 @@
-// What the configuration of a server says to its parts: names, policies, the plan of a shard, the
+// The configuration of a server as its parts need it: names, policies, the plan of a shard, the
 // options of others. Made from defaults and sizes in one place, so that the server only puts the
 // parts together. Functions without state: thread-safe.
 #pragma once

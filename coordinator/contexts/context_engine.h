@@ -1,5 +1,5 @@
-// What contexts need of the engine: the seam between the names of documents and the requests that
-// read them. EngineApi implements it; tests have a double. Thread-safe.
+// The seam between the names of documents and the requests that read them: the engine as contexts
+// use it. EngineApi implements it; tests have a double. Thread-safe.
 #pragma once
 
 #include <cstdint>

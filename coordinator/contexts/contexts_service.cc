@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "coordinator/request/grpc_call.h"
-#include "coordinator/text_pool.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {
@@ -25,7 +24,7 @@ grpc::ServerUnaryReactor* ContextsService::Answer(grpc::CallbackServerContext* c
   };
   // Records are files: never written on a thread that serves streams.
   const absl::Status taken =
-      api_.RunText(std::max(bytes, TextPool::kShortBytes + 1), [work] { work(); });
+      api_.RunText(std::max(bytes, kFileWorkBytes), [work] { work(); });
   return taken.ok() ? unary.reactor() : unary.End(taken);
 }
 

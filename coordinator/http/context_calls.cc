@@ -20,7 +20,6 @@
 #include "coordinator/http/requests/json_fields.h"
 #include "coordinator/http/transport/error_reply.h"
 #include "coordinator/policy/limits.h"
-#include "coordinator/text_pool.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {
@@ -163,7 +162,7 @@ void ServeContexts(const HttpCallContext& context, std::shared_ptr<Exchange> exc
       exchange->Reply({.body = *std::move(answer)});
     };
     // Records are files: never written on a thread that serves streams.
-    const size_t bytes = std::max(request.body.size(), TextPool::kShortBytes + 1);
+    const size_t bytes = std::max(request.body.size(), kFileWorkBytes);
     const absl::Status taken = context.api.RunText(bytes, work);
     if (!taken.ok()) exchange->Refuse(taken);
     return;

@@ -25,6 +25,9 @@
 
 namespace kvasir::coordinator {
 
+// Bytes that stand for work that waits for files, in RunText: it never runs at once.
+inline constexpr size_t kFileWorkBytes = size_t{1} << 17;
+
 class GenerationApi {
  public:
   virtual ~GenerationApi() = default;

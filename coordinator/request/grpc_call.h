@@ -33,7 +33,7 @@ class UnaryCall {
 
   // UNAUTHENTICATED when the call has no key of a server that has keys.
   const absl::Status& known() const { return known_; }
-  // Whose key it has; null on a server without keys.
+  // The owner of its key; null on a server without keys.
   const std::shared_ptr<const Caller>& caller() const { return origin_.caller; }
   // For gRPC, which is given it before the call ends.
   grpc::ServerUnaryReactor* reactor() const { return reactor_; }

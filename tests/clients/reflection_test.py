@@ -43,8 +43,8 @@ class Reflection(unittest.TestCase):
         self.assertEqual(run.returncode, 0, run.stdout + run.stderr)
         told = dict(line.split(" ", 1) for line in run.stdout.splitlines())
         self.assertEqual(told["services"].split(), [
-            "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection", "kvasir.v1.Generation",
-            "vllm.grpc.engine.VllmEngine"])
+            "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection", "kvasir.v1.Contexts",
+            "kvasir.v1.Generation", "vllm.grpc.engine.VllmEngine"])
         self.assertEqual(told["Generate"], "kvasir.v1.GenerateRequest kvasir.v1.GenerateResponse True")
         self.assertLessEqual({"text", "token_ids", "sampling", "policy"}, set(told["fields"].split()))
         self.assertEqual(told["tokens"], "4")

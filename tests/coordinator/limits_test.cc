@@ -9,6 +9,7 @@
 #include "google/protobuf/descriptor.h"
 #include "gtest/gtest.h"
 
+#include "proto/kvasir/v1/contexts.pb.h"
 #include "proto/kvasir/v1/generation.pb.h"
 
 namespace kvasir::coordinator {
@@ -40,9 +41,11 @@ void ExpectRows(const Descriptor& type) {
 }
 
 TEST(LimitsTest, EveryFieldOfEveryRequestHasALimit) {
-  const auto& service = *v1::GenerateRequest::descriptor()->file()->service(0);
-  ASSERT_GE(service.method_count(), 5);
-  for (int i = 0; i < service.method_count(); ++i) ExpectRows(*service.method(i)->input_type());
+  for (const Descriptor* of : {v1::GenerateRequest::descriptor(), v1::Context::descriptor()}) {
+    const auto& service = *of->file()->service(0);
+    ASSERT_GE(service.method_count(), 5);
+    for (int i = 0; i < service.method_count(); ++i) ExpectRows(*service.method(i)->input_type());
+  }
 }
 
 TEST(LimitsTest, EveryLimitNamesAField) {
