@@ -127,7 +127,7 @@ absl::Status Fork(const ContextRun& run) {
   KVASIR_ASSIGN_OR_RETURN(std::optional<std::string> document, ReadDocument(run.config));
   v1::ForkContextRequest request;
   request.set_name(run.config.name());
-  request.set_new_name(run.config.new_name());
+  request.set_into(run.config.into());
   request.set_tenant_id(run.config.tenant());
   if (document.has_value()) {
     request.set_text(*std::move(document));

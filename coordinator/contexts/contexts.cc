@@ -171,7 +171,7 @@ absl::StatusOr<v1::Context> Contexts::Fork(const v1::ForkContextRequest& request
   KVASIR_ASSIGN_OR_RETURN(const std::shared_ptr<const NamedContext> from,
                           Find(by.tenant, request.name()));
   NamedContext context = *from;
-  context.name = request.new_name();
+  context.name = request.into();
   context.created_at_unix_s = absl::ToUnixSeconds(absl::Now());
   if (request.input_case() != v1::ForkContextRequest::INPUT_NOT_SET) {
     v1::GenerateRequest prompt = PromptRequestOf(request);

@@ -86,7 +86,7 @@ absl::StatusOr<std::string> Create(const ContextCall& call) {
 absl::StatusOr<std::string> Fork(const ContextCall& call) {
   v1::ForkContextRequest request;
   request.set_name(call.name);
-  request.set_new_name(call.fields.String("new_name").value_or(""));
+  request.set_into(call.fields.String("into").value_or(""));
   ReadInput(call, request);
   KVASIR_RETURN_IF_ERROR(call.fields.status());
   return AnswerOf(call.context.contexts.Fork(request, call.by));

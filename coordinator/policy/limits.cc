@@ -74,7 +74,7 @@ constexpr FieldLimit kLimits[] = {
     {"CreateContextRequest", "add_special_tokens", LimitKind::kNumber, 0, 1},
     {"CreateContextRequest", "parse_special_tokens", LimitKind::kNumber, 0, 1},
     {"ForkContextRequest", "name", LimitKind::kName, 1, kMaxContextNameBytes},
-    {"ForkContextRequest", "new_name", LimitKind::kName, 1, kMaxContextNameBytes},
+    {"ForkContextRequest", "into", LimitKind::kName, 1, kMaxContextNameBytes},
     {"ForkContextRequest", "tenant_id", LimitKind::kBytes, 0, kMaxIdBytes},
     {"ForkContextRequest", "text", LimitKind::kBytes, 0, kMaxMessageBytes},
     {"ForkContextRequest", "add_special_tokens", LimitKind::kNumber, 0, 1},

@@ -113,10 +113,10 @@ class ContextsTest(unittest.TestCase):
         client.create("origin", document)
         client.await_read("origin")
         hits = self.service.metric("kvasir_prefix_cache_hits_total")
-        client.call("Fork", "ForkContextRequest", name="origin", new_name="longer", token_ids={"ids": more})
+        client.call("Fork", "ForkContextRequest", name="origin", into="longer", token_ids={"ids": more})
         self.assertEqual(client.await_read("longer").tokens, 300)
         self.assertEqual(self.service.metric("kvasir_prefix_cache_hits_total") - hits, 192)
-        client.call("Fork", "ForkContextRequest", name="origin", new_name="copy")
+        client.call("Fork", "ForkContextRequest", name="origin", into="copy")
         self.assertEqual(client.await_read("copy").tokens, 200)
         answer = ask_about(self.service, "longer", question, "forks")
         self.assertEqual(answer.cached_tokens, 256)
@@ -149,7 +149,7 @@ class ContextsTest(unittest.TestCase):
         self.assertRefused(code.NOT_FOUND, "no context other", ask_about, self.service, "other", [5], "errors")
         self.assertRefused(code.NOT_FOUND, "no context other", client.call, "Delete", "DeleteContextRequest", name="other")
         self.assertRefused(code.NOT_FOUND, "no context other", client.call, "Fork", "ForkContextRequest", name="other",
-                           new_name="new")
+                           into="new")
         self.assertEqual(client.names(), ["once"])
 
     def test_the_number_of_contexts_and_of_their_tokens_is_bounded(self):
@@ -177,7 +177,7 @@ class ContextsTest(unittest.TestCase):
         self.assertEqual(reply.json["choices"][0]["text"], whole.json["choices"][0]["text"])
         self.assertEqual(reply.json["usage"]["prompt_tokens_details"]["cached_tokens"], 128)
         self.assertTrue(read_events(self.service, "/v1/completions", body).told)
-        reply = ask(self.service, "POST", "/v1/contexts/doc/fork", {"new_name": "doc2", "tokens": [7], **salt})
+        reply = ask(self.service, "POST", "/v1/contexts/doc/fork", {"into": "doc2", "tokens": [7], **salt})
         self.assertEqual((reply.status, reply.json["tokens"]), (200, 141), reply.body)
         names = [context["name"] for context in ask(self.service, "GET", "/v1/contexts", salt).json["contexts"]]
         self.assertEqual(names, ["doc", "doc2"])
@@ -204,7 +204,7 @@ class ContextsTest(unittest.TestCase):
         context = json.loads(made.stdout)
         self.assertEqual(context["state"], "CONTEXT_STATE_READY")
         self.assertGreater(context["tokens"], 128)
-        self.assertEqual(command(self.service, "fork", "--name=file", "--new-name=file2", "--text=more", "--wait").returncode, 0)
+        self.assertEqual(command(self.service, "fork", "--name=file", "--into=file2", "--text=more", "--wait").returncode, 0)
         listed = command(self.service, "list").stdout
         self.assertIn("file2", listed)
         self.assertIn("ready", command(self.service, "get", "--name=file").stdout)
