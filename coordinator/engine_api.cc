@@ -27,14 +27,12 @@ uint64_t Random64() {
 
 // The last token of an answer needs no KV.
 CallerNeeds NeedsOf(const ParsedRequest& request, const GroupInfo& group) {
-  int64_t block_bytes = 0;
-  for (const v1::Ready& rank : group.ranks) block_bytes += static_cast<int64_t>(rank.block_bytes());
   const int64_t tokens = std::ssize(request.prompt) + request.max_tokens - 1;
   const int64_t blocks = (tokens + kvstore::kBlockTokens - 1) / kvstore::kBlockTokens;
   // A resumed answer is read like a prompt.
   return {.prompt_tokens = std::ssize(request.prompt) + std::ssize(request.told),
           .max_tokens = request.max_tokens,
-          .kv_bytes = blocks * block_bytes};
+          .kv_bytes = blocks * BlockBytesOf(group)};
 }
 
 }  // namespace
@@ -107,7 +105,7 @@ absl::StatusOr<ParsedRequest> EngineApi::Parse(const v1::GenerateRequest& reques
                                                const GroupInfo& group) const {
   if (request.context().empty()) return ParseRequest(request, ModelOf(group), Random64());
   KVASIR_ASSIGN_OR_RETURN(const std::shared_ptr<const NamedContext> named,
-                          context_.contexts.Find(origin.tenant, request.context()));
+                          context_.contexts.Use(origin.tenant, request.context()));
   return ParseRequest(request, ModelOf(group), Random64(),
                       {.tokens = named->tokens, .policy = &named->policy});
 }

@@ -37,7 +37,7 @@ struct EngineApiContext {
   Clock& clock;
   Metrics& metrics;
   TextPool& texts;
-  const Contexts& contexts;
+  Contexts& contexts;
   const ApiKeys* keys = nullptr;          // null: whoever reaches the server may ask
   const RequestTracer* tracer = nullptr;  // null: requests are not traced
   TimePoint started;
@@ -68,8 +68,24 @@ class EngineApi final : public GenerationApi, public ContextEngine {
                                                 int64_t before) override;
   void Read(const v1::GenerateRequest& request, const RequestOrigin& origin,
             const std::shared_ptr<ClientSink>& sink) override;
+  absl::StatusOr<int64_t> BlockBytes() override;
+  void Pin(const Context& context, v1::Tier tier, int64_t most_blocks,
+           Done<PinnedBlocks> done) override;
+  void Unpin(int64_t context, v1::Tier tier) override;
+  void CountInMemory(const Context& context, Done<int64_t> done) override;
+  void Demote(const Context& context, Done<int64_t> done) override;
+  void EraseContext(const Context& context, Done<v1::Erased> done) override;
+  void EraseTenant(const std::string& tenant, Done<v1::Erased> done) override;
+  void EraseAll(Done<v1::Erased> done) override;
 
  private:
+  // Calls `call` with the scheduler and the context's chain, or `done` with an error.
+  template <typename Result>
+  void WithChain(const Context& context, Done<Result> done,
+                 std::function<void(Scheduler&, const ContextChain&)> call);
+  // Ends the requests of the tenant, or all, then erases.
+  void EraseAfterEnd(const std::string* tenant, Done<v1::Erased> done);
+
   absl::StatusOr<ParsedRequest> Parse(const v1::GenerateRequest& request,
                                       const RequestOrigin& origin, const GroupInfo& group) const;
   ServedModel ModelOf(const GroupInfo& group) const;

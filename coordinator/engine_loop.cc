@@ -10,18 +10,7 @@
 #include "proto/process/named_thread.h"
 
 namespace kvasir::coordinator {
-namespace {
-
 using kernels::MutexLock;
-
-// Returns why there is no group as clients are told: one of two codes, without details.
-absl::Status ForClients(const absl::Status& lost) {
-  const absl::StatusCode code =
-      absl::IsInternal(lost) ? absl::StatusCode::kInternal : absl::StatusCode::kUnavailable;
-  return absl::Status(code, absl::StrCat("the worker group failed: ", lost.message()));
-}
-
-}  // namespace
 
 EngineLoop::EngineLoop(EngineLoopOptions options, WorkerGroup& group, Clock& clock,
                        Metrics& metrics)
@@ -173,12 +162,21 @@ void EngineLoop::Run() {
     if (!PauseBeforeRetry(retry, why)) break;
     retry = std::min(2 * retry, options_.longest_retry);
   }
-  const absl::Status stopped = [this] {
-    MutexLock lock(mu_);
-    return *stop_;
-  }();
-  Dispatch(survivors_.EndAll(stopped, clock_.Now()));
+  EndAll();
   KVASIR_CHECK(requests_.empty());
+}
+
+void EngineLoop::EndAll() {
+  Inbox::Contents left;
+  absl::Status stopped;
+  {
+    MutexLock lock(mu_);
+    is_over_ = true;
+    left = inbox_.TakeAll();
+    stopped = *stop_;
+  }
+  for (const auto& call : left.calls) call(nullptr);
+  Dispatch(survivors_.EndAll(stopped, clock_.Now()));
 }
 
 absl::StatusOr<FormedGroup> EngineLoop::Form() {
@@ -362,6 +360,7 @@ void EngineLoop::Apply(Inbox::Contents arrived) {
   for (const SequenceId id : arrived.observed) {
     if (scheduler_ != nullptr) scheduler_->Observe(id);
   }
+  for (const auto& call : arrived.calls) call(scheduler_.get());
 }
 
 // Called before every plan. While there are requests there are steps, so none is overdue for long.
@@ -401,14 +400,7 @@ void EngineLoop::PublishState() {
   const SchedulerStats stats = scheduler_ != nullptr ? scheduler_->stats() : survivors_.stats();
   metrics_.SchedulerState(stats);
   MutexLock lock(mu_);
-  if (stats.disk_set_aside && !scheduler_stats_.disk_set_aside) {
-    spdlog::error("the disk tier does not answer: it is set aside and tried now and then");
-  } else if (!stats.disk_set_aside && scheduler_stats_.disk_set_aside) {
-    spdlog::info("the disk tier answers again");
-  }
-  if (stats.peers_set_aside && !scheduler_stats_.peers_set_aside) {
-    spdlog::warn("peers failed or are slower than computing: they are asked now and then only");
-  }
+  LogSetAside(scheduler_stats_, stats);
   scheduler_stats_ = stats;
 }
 

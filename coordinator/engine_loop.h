@@ -82,6 +82,17 @@ class EngineLoop {
     inbox_.AddObservation(id);
   }
 
+  // Calls the function on the loop's thread, before the next plan and after what was cancelled
+  // before: with the scheduler, or null while there is no group. Any thread.
+  void Call(std::function<void(Scheduler*)> call) EXCLUDES(mu_) {
+    {
+      kernels::MutexLock lock(mu_);
+      changed_.NotifyAll();
+      if (!is_over_) return inbox_.AddCall(std::move(call));
+    }
+    call(nullptr);
+  }
+
   // Returns the group that serves; UNAVAILABLE while none is formed and when the server drains.
   absl::StatusOr<GroupInfo> ServedGroup() const EXCLUDES(mu_);
   EngineStatus status() const EXCLUDES(mu_);
@@ -131,6 +142,8 @@ class EngineLoop {
   // Refuses requests from now on. Returns what has arrived before.
   Inbox::Contents SetNotReady(const GroupInfo& info, const absl::Status& why) EXCLUDES(mu_);
   void RequestEnded() EXCLUDES(mu_);
+  // Ends what waits and what is in the inbox.
+  void EndAll() EXCLUDES(mu_);
   absl::Status NotServing() const REQUIRES(mu_);
 
   const EngineLoopOptions options_;
@@ -163,6 +176,7 @@ class EngineLoop {
   bool resting_ GUARDED_BY(mu_) = true;  // there is nothing to tell the ranks
   bool draining_ GUARDED_BY(mu_) = false;
   std::optional<absl::Status> stop_ GUARDED_BY(mu_);
+  bool is_over_ GUARDED_BY(mu_) = false;       // nothing is taken from the inbox any more
   int64_t live_requests_ GUARDED_BY(mu_) = 0;  // submitted, not ended
 
   std::thread thread_;  // last member: it uses all above

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "absl/strings/str_cat.h"
 #include "spdlog/spdlog.h"
 
 #include "kernels/base/status_macros.h"
@@ -25,6 +26,7 @@ absl::StatusOr<FormedGroup> FormGroup(WorkerGroup& group, const FormingOptions& 
                          .attention_parity_tokens = formed.info.attention_parity_tokens,
                          .mass_unmeasured = formed.info.mass_unmeasured,
                          .vocab_size = formed.info.vocab_size,
+                         .longest_sequence = formed.info.max_model_len,
                          .weights_hash = formed.info.weights_hash,
                          .kv_form = formed.info.kv_form,
                          .max_num_seqs = config.max_num_seqs(),
@@ -42,6 +44,23 @@ bool IsPermanent(const absl::Status& status) {
          absl::IsNotFound(status) || absl::IsResourceExhausted(status) ||
          absl::IsUnimplemented(status) || absl::IsUnauthenticated(status) ||
          absl::IsPermissionDenied(status);
+}
+
+absl::Status ForClients(const absl::Status& lost) {
+  const absl::StatusCode code =
+      absl::IsInternal(lost) ? absl::StatusCode::kInternal : absl::StatusCode::kUnavailable;
+  return absl::Status(code, absl::StrCat("the worker group failed: ", lost.message()));
+}
+
+void LogSetAside(const SchedulerStats& before, const SchedulerStats& now) {
+  if (now.disk_set_aside && !before.disk_set_aside) {
+    spdlog::error("the disk tier does not answer: it is set aside and tried now and then");
+  } else if (!now.disk_set_aside && before.disk_set_aside) {
+    spdlog::info("the disk tier answers again");
+  }
+  if (now.peers_set_aside && !before.peers_set_aside) {
+    spdlog::warn("peers failed or are slower than computing: they are asked now and then only");
+  }
 }
 
 void Announce(const GroupInfo& info, Metrics& metrics) {

@@ -34,6 +34,11 @@ absl::StatusOr<FormedGroup> FormGroup(WorkerGroup& group, const FormingOptions& 
 // True for an error that forming the group again will not mend.
 bool IsPermanent(const absl::Status& status);
 
+// Returns why there is no group as clients are told: one of two codes, without details.
+absl::Status ForClients(const absl::Status& lost);
+
+// Tells in the log when the disk or the peers are set aside, or answer again.
+void LogSetAside(const SchedulerStats& before, const SchedulerStats& now);
 // Tells the metrics and the log of a group that serves from now on.
 void Announce(const GroupInfo& info, Metrics& metrics);
 

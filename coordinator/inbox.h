@@ -4,7 +4,9 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "absl/container/flat_hash_set.h"
@@ -27,6 +29,7 @@ class Inbox {
     int64_t submitted_tokens = 0;  // of their prompts
     std::vector<Cancellation> cancelled;
     absl::flat_hash_set<SequenceId> observed;
+    std::vector<std::function<void(Scheduler*)>> calls;
   };
 
   // `bounds` outlives the inbox.
@@ -42,7 +45,11 @@ class Inbox {
   // Asks what the sequence selects next. The loop need not look for it.
   void AddObservation(SequenceId id) { contents_.observed.insert(id); }
 
-  bool empty() const { return contents_.submitted.empty() && contents_.cancelled.empty(); }
+  void AddCall(std::function<void(Scheduler*)> call) { contents_.calls.push_back(std::move(call)); }
+
+  bool empty() const {
+    return contents_.submitted.empty() && contents_.cancelled.empty() && contents_.calls.empty();
+  }
   // Takes everything out.
   Contents TakeAll();
 

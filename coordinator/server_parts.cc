@@ -1,6 +1,7 @@
 #include "coordinator/server_parts.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
@@ -82,6 +83,8 @@ absl::StatusOr<std::unique_ptr<Contexts>> OpenContexts(const v1::ServeConfig& co
   options.folder = config.contexts_path();
   options.max_contexts = config.max_contexts();
   options.max_tokens = static_cast<int64_t>(config.max_context_tokens());
+  options.pin_host_bytes = std::llround(config.context_pin_host_gb() * 1e9);
+  options.pin_disk_bytes = std::llround(config.context_pin_disk_gb() * 1e9);
   const std::string& disk = config.kv().kv_disk_path();
   const bool is_beside_stores = options.folder.empty() && !disk.empty();
   if (is_beside_stores) options.folder = absl::StrCat(disk, "/contexts");

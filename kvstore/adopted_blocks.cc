@@ -12,7 +12,9 @@ using kernels::MutexLock;
 AdoptedBlocks::AdoptedBlocks(const ExtentFormat& format, const HostMemory& memory, HostSlab& host)
     : format_(format), host_(host) {
   host_.TakeWhere([&](int64_t extent) {
-    if (!memory.WasTouched(extent) || !ExtentFormat::HasHeader(host_.extent(extent))) return false;
+    if (!memory.WasTouched(extent)) return false;
+    host_.MarkStale(extent);
+    if (!ExtentFormat::HasHeader(host_.extent(extent))) return false;
     if (Adopt(extent)) {
       ++stats_.found;
       return true;
@@ -73,6 +75,15 @@ bool AdoptedBlocks::Drop(const PrefixHash& hash) {
   if (!Holds(hash)) return false;
   host_.Free(Remove(hash).extent);
   return true;
+}
+
+std::vector<PrefixHash> AdoptedBlocks::DropCovered(const TierErase& order) {
+  std::vector<PrefixHash> covered;
+  for (const auto& [hash, adopted] : by_hash_) {
+    if (order.Covers(adopted.block)) covered.push_back(hash);
+  }
+  for (const PrefixHash& hash : covered) Drop(hash);
+  return covered;
 }
 
 std::optional<BlockIdentity> AdoptedBlocks::TakeBack(int64_t extent) {

@@ -50,6 +50,8 @@ class AdoptedBlocks {
   std::optional<PrefixHash> EvictOne();
   // Frees the block's extent, if there is such a block.
   bool Drop(const PrefixHash& hash);
+  // Drops the blocks that the order covers. Returns their hashes.
+  std::vector<PrefixHash> DropCovered(const TierErase& order);
   // Takes an extent back that was verified and not used, and returns its block. None: another
   // extent has the same block, and this one is free.
   std::optional<BlockIdentity> TakeBack(int64_t extent);

@@ -110,8 +110,8 @@ absl::StatusOr<Block> KvStoreImpl::Get(BlockId id) {
   return Block(id, *this);
 }
 
-absl::Status KvStoreImpl::Seal(BlockId id, const PrefixHash& hash,
-                               absl::Span<const int32_t> tokens) {
+absl::Status KvStoreImpl::Seal(BlockId id, const PrefixHash& hash, absl::Span<const int32_t> tokens,
+                               const PrefixHash& owner) {
   KVASIR_CHECK(!in_step_ && tokens.size() == static_cast<size_t>(kBlockTokens));
   const auto it = blocks_.find(id);
   if (it == blocks_.end()) {
@@ -124,10 +124,11 @@ absl::Status KvStoreImpl::Seal(BlockId id, const PrefixHash& hash,
   const uint64_t generation = next_generation_++;
   KVASIR_RETURN_IF_ERROR(pages_->Seal(block.extent, hash));
   block.hash = hash;
+  block.owner = owner;
   block.generation = generation;
   block.sealed = true;
   block.kept = true;
-  DueHeader due = {.id = id, .block = {.hash = hash, .generation = generation, .tokens = {}}};
+  DueHeader due = {.id = id, .block = block.identity()};
   std::copy(tokens.begin(), tokens.end(), due.block.tokens.begin());
   due_headers_.push_back(std::move(due));
   if (pages_->SealsAtOnce()) WriteDueHeaders();

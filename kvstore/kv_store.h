@@ -92,6 +92,17 @@ struct RestoredBlock {
   absl::Status status;
 };
 
+// The end of an Erase.
+struct ErasedBlocks {
+  uint64_t ticket = 0;
+  absl::Status status = {};  // of the tier below
+  int64_t host_blocks = 0;
+  int64_t host_bytes = 0;
+  int64_t below_blocks = 0;
+  int64_t below_bytes = 0;
+  int64_t blocks_in_use = 0;  // left where they are
+};
+
 // Changes of what is stored in the tier below since the last report.
 struct StoredChanges {
   std::vector<StoredBlock> stored;
@@ -133,9 +144,10 @@ class KvStore {
   virtual absl::StatusOr<Block> Get(BlockId id) = 0;
   // Copies a full block to the host tier, with checksums and its kBlockTokens tokens, by which a
   // later store adopts it. It is kept from then on, with or without handles. NOT_FOUND for an
-  // unknown block, FAILED_PRECONDITION when it is sealed already.
-  virtual absl::Status Seal(BlockId id, const PrefixHash& hash,
-                            absl::Span<const int32_t> tokens) = 0;
+  // unknown block, FAILED_PRECONDITION when it is sealed already. `owner`: by which it can be
+  // erased.
+  virtual absl::Status Seal(BlockId id, const PrefixHash& hash, absl::Span<const int32_t> tokens,
+                            const PrefixHash& owner = {}) = 0;
   // Stops keeping the block. Unknown ids are ignored: the coordinator may drop blocks that a rank
   // lost.
   virtual void Drop(BlockId id) = 0;
@@ -171,6 +183,14 @@ class KvStore {
   // write is dropped, and counted, when too many wait or the tier takes no writes.
   // TakeStoredChanges reports what was stored.
   virtual void Persist(BlockId id, absl::Span<const int32_t> tokens) = 0;
+  // Lets stored blocks, now or once they are stored, stay in the tier below until Unpin.
+  virtual void PinBelow(absl::Span<const PrefixHash> blocks) = 0;
+  virtual void UnpinBelow(absl::Span<const PrefixHash> blocks) = 0;
+  // Overwrites blocks in the host tier and below, once nobody holds them: those that are dropped
+  // before the next step are erased, others are counted. TakeErased tells the end. Memory and files
+  // then hold no byte of blocks that went before either.
+  virtual void Erase(TierErase erase) = 0;
+  virtual std::vector<ErasedBlocks> TakeErased() = 0;
   // Starts to read a stored block as block `id`. Until TakeRestored names it, it can be dropped but
   // not used. NOT_FOUND when it is not stored, ALREADY_EXISTS for an id in use, RESOURCE_EXHAUSTED
   // without room in the host tier.

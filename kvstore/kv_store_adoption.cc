@@ -35,6 +35,7 @@ void KvStoreImpl::WriteDueHeaders() {
     if (!is_whole.ok()) continue;  // an error of the device: the next step reports it
     if (!*is_whole) return;        // it is still being copied, and so are the later ones
     format_.WriteHeader(due.block, host_.extent(it->second.extent));
+    host_.MarkWhole(it->second.extent);
     Lend(it->second);
     bytes += layout_.block_bytes();
   }
@@ -68,6 +69,8 @@ void KvStoreImpl::OnVerified(const AdoptedBlocks::Verified& verified) {
   if (status.ok()) status = pages_->AwaitExtent(verified.extent);
   if (status.ok()) {
     block.generation = verified.block.generation;
+    block.owner = verified.block.owner;
+    host_.MarkWhole(block.extent);
     block.sealed = true;
     block.adopted = true;
     Lend(block);

@@ -1,5 +1,6 @@
 // The implementation of kv_store.h, for its own files only: kv_store.cc (blocks, slots, steps),
 // kv_store_tier.cc (the tier below), kv_store_adoption.cc (memory that outlives the store),
+// kv_store_erase.cc (overwriting what is forgotten),
 // kv_store_check.cc (checks of the bookkeeping). A PageResidency
 // knows where pages lie (tiers/page_residency.h).
 #pragma once
@@ -49,7 +50,8 @@ class KvStoreImpl : public KvStore, private BlockOwner {
 
   absl::StatusOr<Block> Open(BlockId id) override;
   absl::StatusOr<Block> Get(BlockId id) override;
-  absl::Status Seal(BlockId id, const PrefixHash& hash, absl::Span<const int32_t> tokens) override;
+  absl::Status Seal(BlockId id, const PrefixHash& hash, absl::Span<const int32_t> tokens,
+                    const PrefixHash& owner) override;
   void Drop(BlockId id) override;
   bool Holds(BlockId id) const override;
   BlockResidency Where(BlockId id) const override;
@@ -59,6 +61,14 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   absl::Status EndStep() override;
   std::vector<CorruptBlock> TakeCorrupt() override { return std::exchange(corrupt_, {}); }
   void Persist(BlockId id, absl::Span<const int32_t> tokens) override;
+  void PinBelow(absl::Span<const PrefixHash> blocks) override {
+    if (below_ != nullptr) below_->Pin(blocks);
+  }
+  void UnpinBelow(absl::Span<const PrefixHash> blocks) override {
+    if (below_ != nullptr) below_->Unpin(blocks);
+  }
+  void Erase(TierErase erase) override;
+  std::vector<ErasedBlocks> TakeErased() override { return std::exchange(erased_, {}); }
   absl::Status Restore(BlockId id, const PrefixHash& hash) override;
   void PollTier() override;
   bool TierIsBusy() const override;
@@ -94,7 +104,19 @@ class KvStoreImpl : public KvStore, private BlockOwner {
     bool lent = false;
     Transfer transfer = Transfer::kNone;
     PrefixHash hash{};
+    PrefixHash owner{};
     uint64_t generation = 0;
+
+    BlockIdentity identity() const {
+      return {.hash = hash, .generation = generation, .tokens = {}, .owner = owner};
+    }
+  };
+  struct Erasing {
+    TierErase order;
+    std::vector<BlockId> ids = {};    // that were there when it was ordered
+    std::vector<BlockId> reads = {};  // whose owner is not known until they end
+    bool is_below = false;            // the host tier is done
+    ErasedBlocks counts = {};
   };
   struct QueuedWrite {
     BlockId id;
@@ -106,6 +128,13 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   };
   // A sealed block whose extent gets its header when it is whole.
   using DueHeader = QueuedWrite;
+
+  // Goes on with the first of the orders.
+  void AdvanceErases();
+  void CancelWritesOf(const TierErase& order);
+  bool IsInTransfer(const Erasing& erasing) const;
+  // Returns false while there is more to overwrite.
+  bool WipeHost(Erasing& erasing);
 
   static bool IsRead(Transfer transfer) {
     return transfer == Transfer::kReadQueued || transfer == Transfer::kReading ||
@@ -183,6 +212,8 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   absl::flat_hash_map<uint64_t, Read> reads_;
   int64_t reads_at_peers_ = 0;  // of reads_
   std::vector<RestoredBlock> restored_;
+  std::deque<Erasing> erasing_;
+  std::vector<ErasedBlocks> erased_;
   // Changes since the last report. Without tokens: forgotten.
   absl::flat_hash_map<PrefixHash, std::optional<std::array<int32_t, kBlockTokens>>> changed_;
 

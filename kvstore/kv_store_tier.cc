@@ -24,8 +24,7 @@ void KvStoreImpl::Persist(BlockId id, absl::Span<const int32_t> tokens) {
     ++stats_.dropped_writes;
     return;
   }
-  QueuedWrite write = {.id = id,
-                       .block = {.hash = block.hash, .generation = block.generation, .tokens = {}}};
+  QueuedWrite write = {.id = id, .block = block.identity()};
   std::copy(tokens.begin(), tokens.end(), write.block.tokens.begin());
   block.transfer = Transfer::kWriteQueued;
   queued_writes_.push_back(std::move(write));
@@ -55,15 +54,18 @@ void KvStoreImpl::PollTier() {
   KVASIR_CHECK(!in_step_);
   WriteDueHeaders();
   TakeVerified();
-  if (below_ == nullptr) return;
-  CollectCompletions();
-  StartTransfers();
+  if (below_ != nullptr) {
+    CollectCompletions();
+    StartTransfers();
+  }
+  AdvanceErases();
 }
 
 bool KvStoreImpl::TierIsBusy() const {
   return !queued_writes_.empty() || !queued_reads_.empty() || !queued_at_peers_.empty() ||
          !writes_.empty() || !reads_.empty() || !due_headers_.empty() ||
-         adopted_.num_verifying() > 0 || (below_ != nullptr && below_->ExpectsBlocks());
+         adopted_.num_verifying() > 0 || !erasing_.empty() ||
+         (below_ != nullptr && below_->ExpectsBlocks());
 }
 
 void KvStoreImpl::CollectCompletions() {
@@ -79,6 +81,14 @@ void KvStoreImpl::CollectCompletions() {
   // A block that has been stored again since is reported by that write's completion.
   for (const PrefixHash& hash : events.forgotten) {
     ReportIfForgotten(hash);
+  }
+  for (const TierErased& erased : events.erased) {
+    Erasing& erasing = erasing_.front();  // they go one after the other
+    erasing.counts.status = erased.status;
+    erasing.counts.below_blocks = erased.blocks;
+    erasing.counts.below_bytes = erased.bytes;
+    erased_.push_back(erasing.counts);
+    erasing_.pop_front();
   }
   for (const StoredBlock& block : events.found) {
     if (below_->Holds(block.hash)) changed_[block.hash] = block.tokens;
@@ -104,6 +114,8 @@ void KvStoreImpl::OnRead(BlockId id, const TierCompletion& completion) {
   if (!block.unused) restored_.push_back({.id = id, .status = completion.status});
   if (completion.status.ok()) {
     block.generation = completion.block.generation;
+    block.owner = completion.block.owner;
+    host_.MarkWhole(block.extent);
     block.sealed = true;
     block.restored = true;
     block.from_peer = completion.from_peer;

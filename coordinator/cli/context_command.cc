@@ -23,6 +23,7 @@
 #include "proto/finish_numbers.h"
 #include "proto/grpc_status.h"
 #include "proto/kvasir/v1/contexts.grpc.pb.h"
+#include "proto/kvasir/v1/generation.grpc.pb.h"
 #include "proto/text_file.h"
 
 namespace kvasir::coordinator {
@@ -34,6 +35,7 @@ constexpr std::chrono::milliseconds kPollInterval(100);
 struct ContextRun {
   const v1::ContextCommandConfig& config;
   v1::Contexts::Stub& stub;
+  v1::Generation::Stub& generation;
   absl::Time deadline;
 };
 
@@ -46,8 +48,7 @@ absl::StatusOr<Response> Call(const ContextRun& run,
   grpc::ClientContext context;
   SetTimeout(run.deadline - absl::Now(), context);
   Response response;
-  KVASIR_RETURN_IF_ERROR(
-      proto::FromGrpcStatus((run.stub.*call)(&context, request, &response)));
+  KVASIR_RETURN_IF_ERROR(proto::FromGrpcStatus((run.stub.*call)(&context, request, &response)));
   return response;
 }
 
@@ -102,8 +103,7 @@ absl::Status Await(const ContextRun& run, v1::Context context) {
   bar.Clear();
   KVASIR_RETURN_IF_ERROR(Print(run, context));
   if (context.state() != v1::CONTEXT_STATE_FAILED) return absl::OkStatus();
-  return absl::UnavailableError(
-      absl::StrCat("the context was not read: ", context.state_reason()));
+  return absl::UnavailableError(absl::StrCat("the context was not read: ", context.state_reason()));
 }
 
 absl::Status Create(const ContextRun& run) {
@@ -118,8 +118,7 @@ absl::Status Create(const ContextRun& run) {
   request.set_add_special_tokens(run.config.add_special_tokens());
   request.set_parse_special_tokens(run.config.parse_special_tokens());
   request.mutable_policy()->set_name(run.config.policy());
-  KVASIR_ASSIGN_OR_RETURN(const v1::Context made,
-                          Call(run, &v1::Contexts::Stub::Create, request));
+  KVASIR_ASSIGN_OR_RETURN(const v1::Context made, Call(run, &v1::Contexts::Stub::Create, request));
   return Await(run, made);
 }
 
@@ -141,8 +140,7 @@ absl::Status Get(const ContextRun& run) {
   v1::GetContextRequest request;
   request.set_name(run.config.name());
   request.set_tenant_id(run.config.tenant());
-  KVASIR_ASSIGN_OR_RETURN(const v1::Context context,
-                          Call(run, &v1::Contexts::Stub::Get, request));
+  KVASIR_ASSIGN_OR_RETURN(const v1::Context context, Call(run, &v1::Contexts::Stub::Get, request));
   return Print(run, context);
 }
 
@@ -163,13 +161,118 @@ absl::Status Delete(const ContextRun& run) {
   return Call(run, &v1::Contexts::Stub::Delete, request).status();
 }
 
+v1::Tier TierOf(const v1::ContextCommandConfig& config) {
+  if (config.tier() == "device") return v1::TIER_DEVICE;
+  return config.tier() == "disk" ? v1::TIER_DISK : v1::TIER_HOST;
+}
+
+const char* OutcomeName(v1::HintOutcome outcome) {
+  switch (outcome) {
+    case v1::HINT_OUTCOME_ACCEPTED:
+      return "accepted";
+    case v1::HINT_OUTCOME_CLIPPED:
+      return "clipped";
+    case v1::HINT_OUTCOME_DEFERRED:
+      return "deferred";
+    case v1::HINT_OUTCOME_REJECTED:
+      return "rejected";
+    default:
+      return "?";
+  }
+}
+
+// Sends a hint about the named context and prints how it was taken.
+template <typename Request>
+absl::Status SendHint(const ContextRun& run, Request request,
+                      grpc::Status (v1::Contexts::Stub::*call)(grpc::ClientContext*, const Request&,
+                                                               v1::ContextHint*)) {
+  request.set_name(run.config.name());
+  request.set_tenant_id(run.config.tenant());
+  KVASIR_ASSIGN_OR_RETURN(const v1::ContextHint hint, Call(run, call, request));
+  if (run.config.json()) return PrintJson(hint);
+  std::cout << absl::StrFormat("%s: %s of %s blocks granted, %s there%s%s\n",
+                               OutcomeName(hint.outcome()), WithCommas(hint.granted_blocks()),
+                               WithCommas(hint.blocks()), WithCommas(hint.present_blocks()),
+                               hint.reason().empty() ? "" : "; ", hint.reason());
+  return absl::OkStatus();
+}
+
+absl::Status Pin(const ContextRun& run) {
+  v1::PinContextRequest request;
+  request.set_tier(TierOf(run.config));
+  request.set_ttl_s(run.config.ttl());
+  request.set_refresh_on_hit(run.config.refresh_on_hit());
+  return SendHint(run, request, &v1::Contexts::Stub::Pin);
+}
+
+absl::Status Unpin(const ContextRun& run) {
+  v1::UnpinContextRequest request;
+  request.set_tier(TierOf(run.config));
+  return SendHint(run, request, &v1::Contexts::Stub::Unpin);
+}
+
+absl::Status Prefetch(const ContextRun& run) {
+  return SendHint(run, v1::PrefetchContextRequest(), &v1::Contexts::Stub::Prefetch);
+}
+
+absl::Status Demote(const ContextRun& run) {
+  return SendHint(run, v1::DemoteContextRequest(), &v1::Contexts::Stub::Demote);
+}
+
+// Names what is evicted: one of a context, a text, a tenant and everything.
+absl::StatusOr<v1::EvictRequest> MakeEvict(const ContextRun& run) {
+  const v1::ContextCommandConfig& config = run.config;
+  KVASIR_ASSIGN_OR_RETURN(const std::optional<std::string> text, ReadDocument(config));
+  const int named = (config.name().empty() ? 0 : 1) + (text.has_value() ? 1 : 0) +
+                    (config.whole_tenant() ? 1 : 0) + (config.everything() ? 1 : 0);
+  if (named != 1) {
+    return absl::InvalidArgumentError(
+        "give one of --name, --text, --file, --whole-tenant and --everything");
+  }
+  v1::EvictRequest request;
+  request.set_tenant_id(config.tenant());
+  if (!config.name().empty()) request.set_context(config.name());
+  if (config.whole_tenant()) request.set_tenant(true);
+  if (config.everything()) request.set_all(true);
+  if (!text.has_value()) return request;
+  v1::TokenizeRequest tokenize;
+  tokenize.set_text(*text);
+  tokenize.set_add_special_tokens(config.add_special_tokens());
+  tokenize.set_parse_special_tokens(config.parse_special_tokens());
+  grpc::ClientContext context;
+  SetTimeout(run.deadline - absl::Now(), context);
+  v1::TokenizeResponse tokens;
+  KVASIR_RETURN_IF_ERROR(
+      proto::FromGrpcStatus(run.generation.Tokenize(&context, tokenize, &tokens)));
+  *request.mutable_prefix()->mutable_ids() = tokens.token_ids();
+  request.mutable_policy()->set_name(config.policy());
+  return request;
+}
+
+absl::Status Evict(const ContextRun& run) {
+  KVASIR_ASSIGN_OR_RETURN(const v1::EvictRequest request, MakeEvict(run));
+  KVASIR_ASSIGN_OR_RETURN(const v1::EvictResponse evicted,
+                          Call(run, &v1::Contexts::Stub::Evict, request));
+  if (run.config.json()) return PrintJson(evicted);
+  std::cout << absl::StrFormat(
+      "%s: overwritten %s blocks in memory (%s bytes) and %s on disk (%s bytes); %s contexts "
+      "forgotten (%s bytes of records); %s blocks in use stay\n",
+      OutcomeName(evicted.outcome()), WithCommas(evicted.host_blocks()),
+      WithCommas(evicted.host_bytes()), WithCommas(evicted.disk_blocks()),
+      WithCommas(evicted.disk_bytes()), WithCommas(evicted.contexts()),
+      WithCommas(evicted.record_bytes()), WithCommas(evicted.blocks_in_use()));
+  return absl::OkStatus();
+}
+
 struct Action {
   absl::string_view name;
   absl::Status (*run)(const ContextRun&);
 };
 
 constexpr Action kActions[] = {
-    {"create", Create}, {"fork", Fork}, {"get", Get}, {"list", List}, {"delete", Delete},
+    {"create", Create}, {"fork", Fork},   {"get", Get},     {"list", List},
+    {"delete", Delete}, {"pin", Pin},     {"unpin", Unpin}, {"prefetch", Prefetch},
+    {"demote", Demote}, {"evict", Evict},
 };
 
 absl::string_view StateName(v1::ContextState state) {
@@ -182,6 +285,8 @@ absl::string_view StateName(v1::ContextState state) {
       return "ready";
     case v1::CONTEXT_STATE_FAILED:
       return "failed";
+    case v1::CONTEXT_STATE_EVICTED:
+      return "evicted";
     default:
       return "?";
   }
@@ -215,14 +320,16 @@ absl::Status RunContext(absl::string_view action, const v1::ContextCommandConfig
   const auto* found = std::find_if(std::begin(kActions), std::end(kActions),
                                    [&](const Action& known) { return known.name == action; });
   if (found == std::end(kActions)) {
-    return absl::InvalidArgumentError(absl::StrCat("there is no action '", action, "'; give one of ",
-                                                   absl::StrJoin(ContextActions(), ", ")));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "there is no action '", action, "'; give one of ", absl::StrJoin(ContextActions(), ", ")));
   }
   KVASIR_ASSIGN_OR_RETURN(const std::shared_ptr<grpc::Channel> channel,
                           Connect(config.server(), config.api_key_file(), config.tls()));
   const auto stub = v1::Contexts::NewStub(channel);
+  const auto generation = v1::Generation::NewStub(channel);
   return found->run({.config = config,
                      .stub = *stub,
+                     .generation = *generation,
                      .deadline = absl::Now() + absl::Seconds(config.timeout())});
 }
 

@@ -13,10 +13,10 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 
-#include "coordinator/cli/check_text.h"
 #include "coordinator/cli/calls/connect.h"
-#include "coordinator/cli/progress_bar.h"
 #include "coordinator/cli/calls/resuming_call.h"
+#include "coordinator/cli/check_text.h"
+#include "coordinator/cli/progress_bar.h"
 #include "kernels/base/status_macros.h"
 #include "proto/finish_numbers.h"
 #include "proto/grpc_status.h"

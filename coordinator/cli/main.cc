@@ -109,17 +109,18 @@ int RunContextAction(const proto::CommandInfo& own, int argc, const char* const*
 }
 
 Command Context() {
-  return {.info = {.name = "kvasir context",
-                   .summary = absl::StrCat(
-                       "Names documents, which the server reads once and in the background; "
-                       "generate --context then sends the question alone. The first argument is "
-                       "one of: ",
-                       absl::StrJoin(ContextActions(), ", "), "."),
-                   .example = "kvasir context create --name=contract-2026 --file=contract.txt --wait"},
-          .brief = "documents that a running server reads once, by name",
-          .config = &v1::ContextCommandConfig::default_instance(),
-          .words = ContextActions(),
-          .run = RunContextAction};
+  return {
+      .info = {.name = "kvasir context",
+               .summary = absl::StrCat(
+                   "Names documents, which the server reads once and in the background; "
+                   "generate --context then sends the question alone. The first argument is "
+                   "one of: ",
+                   absl::StrJoin(ContextActions(), ", "), "."),
+               .example = "kvasir context create --name=contract-2026 --file=contract.txt --wait"},
+      .brief = "documents that a running server reads once, by name",
+      .config = &v1::ContextCommandConfig::default_instance(),
+      .words = ContextActions(),
+      .run = RunContextAction};
 }
 
 Command Status() {
@@ -146,7 +147,9 @@ Command Bench() {
       "load for a running server: latencies and throughput", RunBench);
 }
 
-std::vector<Command> Commands() { return {Serve(), Generate(), Chat(), Context(), Status(), Bench()}; }
+std::vector<Command> Commands() {
+  return {Serve(), Generate(), Chat(), Context(), Status(), Bench()};
+}
 
 const Command* Find(const std::vector<Command>& commands, absl::string_view name) {
   const auto found = std::find_if(commands.begin(), commands.end(),

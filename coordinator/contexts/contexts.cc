@@ -6,20 +6,15 @@
 #include "absl/time/clock.h"
 #include "spdlog/spdlog.h"
 
+#include "coordinator/contexts/read_sink.h"
 #include "coordinator/policy/limits.h"
 #include "kernels/base/status_macros.h"
-#include "proto/grpc_status.h"
 #include "proto/process/named_thread.h"
 
 namespace kvasir::coordinator {
 namespace {
 
 using kernels::MutexLock;
-
-// Pauses before a read that was refused is tried again: the first, each further one twice as long,
-// the longest.
-constexpr absl::Duration kFirstPause = absl::Seconds(1);
-constexpr absl::Duration kLongestPause = absl::Seconds(60);
 
 v1::Context Describe(const NamedContext& context, v1::ContextState state) {
   v1::Context told;
@@ -31,16 +26,7 @@ v1::Context Describe(const NamedContext& context, v1::ContextState state) {
   return told;
 }
 
-v1::GenerateRequest ReadRequestOf(const NamedContext& context) {
-  v1::GenerateRequest request;
-  request.mutable_token_ids()->mutable_ids()->Assign(context.tokens.begin(), context.tokens.end());
-  *request.mutable_policy() = context.policy;
-  request.mutable_sampling()->set_temperature(0);
-  request.mutable_sampling()->set_max_tokens(1);
-  return request;
-}
-
-// A request whose prompt is the input of `create`, as Generate takes it.
+// A request whose prompt is the input, as Generate takes it.
 template <typename Input>
 v1::GenerateRequest PromptRequestOf(const Input& input) {
   v1::GenerateRequest request;
@@ -62,30 +48,6 @@ ContextCaller ContextCallerOf(std::shared_ptr<const Caller> caller, const std::s
   std::string tenant = caller == nullptr ? part : caller->Tenant(part);
   return {.caller = std::move(caller), .tenant = std::move(tenant)};
 }
-
-// Takes what the engine says of a request that reads a context.
-class Contexts::ReadSink final : public ClientSink {
- public:
-  ReadSink(Contexts& contexts, std::shared_ptr<const NamedContext> context)
-      : contexts_(contexts), context_(std::move(context)) {}
-
-  const NamedContext& context() const { return *context_; }
-  void Abandon(const absl::Status& why) { Cancel(why); }
-
-  void Write(v1::GenerateResponse response) override {
-    if (!response.has_progress()) return;
-    began_ = true;
-    contexts_.OnProgress(*context_, response.progress());
-  }
-  void Close(const absl::Status& status) override {
-    contexts_.OnEnd({.context = context_, .status = status, .began = began_});
-  }
-
- private:
-  Contexts& contexts_;
-  const std::shared_ptr<const NamedContext> context_;
-  bool began_ = false;  // by the thread that writes
-};
 
 absl::StatusOr<std::unique_ptr<Contexts>> Contexts::Open(const ContextsOptions& options,
                                                          Clock& clock, Metrics& metrics) {
@@ -109,14 +71,20 @@ void Contexts::Load() {
     context->tokens.assign(record.tokens().begin(), record.tokens().end());
     context->policy = record.policy();
     context->created_at_unix_s = record.created_at_unix_s();
+    context->number = next_number_++;
     tokens_ += std::ssize(context->tokens);
     Entry& entry = entries_[{context->tenant, context->name}];
     entry.context = context;
-    if (record.is_read()) {
-      entry.state = v1::CONTEXT_STATE_READY;
-    } else {
-      to_read_.push_back(context);
+    for (const v1::PinRecord& pin : record.pins()) {
+      const absl::Duration left = absl::FromUnixMillis(pin.expires_at_unix_ms()) - absl::Now();
+      if (left <= absl::ZeroDuration()) continue;
+      entry.pins[pin.tier()] = {.expires = After(clock_.Now(), left),
+                                .ttl = absl::Milliseconds(pin.ttl_ms()),
+                                .refresh = pin.refresh_on_hit(),
+                                .blocks = {.granted = pin.granted_blocks()}};
     }
+    if (record.is_read()) entry.state = v1::CONTEXT_STATE_READY;
+    if (!record.is_read() || !entry.pins.empty()) to_read_.push_back(context);
   }
   CountStates();
   if (!entries_.empty()) spdlog::info("contexts: {} records are found", entries_.size());
@@ -133,6 +101,9 @@ void Contexts::OnReady() {
   MutexLock lock(mu_);
   next_try_ = {};
   pause_ = absl::ZeroDuration();
+  for (auto& [key, entry] : entries_) {
+    if (!entry.pins.empty()) ReadSoon(entry);
+  }
   changed_.NotifyAll();
 }
 
@@ -150,7 +121,8 @@ void Contexts::Stop() {
 absl::StatusOr<v1::Context> Contexts::Create(const v1::CreateContextRequest& request,
                                              const ContextCaller& by) {
   KVASIR_RETURN_IF_ERROR(CheckLimits("", request));
-  NamedContext context = {.tenant = by.tenant,
+  NamedContext context = {.number = 0,
+                          .tenant = by.tenant,
                           .name = request.name(),
                           .tokens = {},
                           .policy = request.policy(),
@@ -185,50 +157,68 @@ absl::StatusOr<v1::Context> Contexts::Fork(const v1::ForkContextRequest& request
 
 absl::Status Contexts::CheckNew(const NamedContext& context) const {
   if (entries_.contains({context.tenant, context.name})) {
-    return absl::AlreadyExistsError(absl::StrCat("there is a context ", context.name,
-                                                 "; choose another name, or delete it"));
+    return absl::AlreadyExistsError(
+        absl::StrCat("there is a context ", context.name, "; choose another name, or delete it"));
   }
   if (std::ssize(entries_) >= options_.max_contexts) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("there are ", entries_.size(), " contexts, as many as the server keeps; "
-                     "delete some, or raise --max-contexts"));
+    return absl::ResourceExhaustedError(absl::StrCat("there are ", entries_.size(),
+                                                     " contexts, as many as the server keeps; "
+                                                     "delete some, or raise --max-contexts"));
   }
   const int64_t tokens = std::ssize(context.tokens);
   if (tokens_ + tokens <= options_.max_tokens) return absl::OkStatus();
-  return absl::ResourceExhaustedError(absl::StrCat(
-      "context ", context.name, " has ", tokens, " tokens, all others have ", tokens_,
-      "; the server keeps ", options_.max_tokens,
-      ": delete some, shorten it, or raise --max-context-tokens"));
+  return absl::ResourceExhaustedError(
+      absl::StrCat("context ", context.name, " has ", tokens, " tokens, all others have ", tokens_,
+                   "; the server keeps ", options_.max_tokens,
+                   ": delete some, shorten it, or raise --max-context-tokens"));
 }
 
 absl::StatusOr<v1::Context> Contexts::Add(NamedContext context,
                                           std::shared_ptr<const Caller> caller) {
-  const auto added = std::make_shared<const NamedContext>(std::move(context));
   MutexLock files(files_mu_);
+  Entry entry = {.context = nullptr, .caller = std::move(caller)};
+  v1::ContextRecord record;
   {
     MutexLock lock(mu_);
-    KVASIR_RETURN_IF_ERROR(CheckNew(*added));
+    KVASIR_RETURN_IF_ERROR(CheckNew(context));
+    context.number = next_number_++;
+    entry.context = std::make_shared<const NamedContext>(std::move(context));
+    record = RecordOf(entry);
   }
-  KVASIR_RETURN_IF_ERROR(Save(*added, /*is_read=*/false));
+  KVASIR_RETURN_IF_ERROR(Save(record));
   MutexLock lock(mu_);
+  const std::shared_ptr<const NamedContext> added = entry.context;
   tokens_ += std::ssize(added->tokens);
-  entries_[{added->tenant, added->name}] = {.context = added, .caller = std::move(caller)};
+  entries_[{added->tenant, added->name}] = std::move(entry);
   to_read_.push_back(added);
   CountStates();
   changed_.NotifyAll();
   return Describe(*added, v1::CONTEXT_STATE_WAITING);
 }
 
-absl::Status Contexts::Save(const NamedContext& context, bool is_read) {
-  if (!folder_.has_value()) return absl::OkStatus();
+absl::Status Contexts::Save(const v1::ContextRecord& record) {
+  return folder_.has_value() ? folder_->Save(record) : absl::OkStatus();
+}
+
+v1::ContextRecord Contexts::RecordOf(const Entry& entry) const {
+  const NamedContext& context = *entry.context;
   v1::ContextRecord record;
   record.set_tenant(context.tenant);
   record.set_name(context.name);
   record.mutable_tokens()->Assign(context.tokens.begin(), context.tokens.end());
   *record.mutable_policy() = context.policy;
   record.set_created_at_unix_s(context.created_at_unix_s);
-  record.set_is_read(is_read);
-  return folder_->Save(record);
+  record.set_is_read(entry.state == v1::CONTEXT_STATE_READY);
+  for (const auto& [tier, pin] : entry.pins) {
+    v1::PinRecord& saved = *record.add_pins();
+    saved.set_tier(tier);
+    saved.set_expires_at_unix_ms(
+        absl::ToUnixMillis(absl::Now() + Between(clock_.Now(), pin.expires)));
+    saved.set_ttl_ms(absl::ToInt64Milliseconds(pin.ttl));
+    saved.set_refresh_on_hit(pin.refresh);
+    saved.set_granted_blocks(pin.blocks.granted);
+  }
+  return record;
 }
 
 absl::StatusOr<v1::Context> Contexts::Get(const v1::GetContextRequest& request,
@@ -243,9 +233,18 @@ v1::Context Contexts::DescribeEntry(const Entry& entry) const {
   v1::Context told = Describe(*entry.context, entry.state);
   told.set_state_reason(entry.reason);
   const bool is_ready = entry.state == v1::CONTEXT_STATE_READY;
-  told.set_processed_tokens(
-      is_ready ? told.tokens() : static_cast<uint32_t>(entry.processed_tokens));
+  told.set_processed_tokens(is_ready ? told.tokens()
+                                     : static_cast<uint32_t>(entry.processed_tokens));
   if (entry.eta.has_value()) *told.mutable_eta() = *entry.eta;
+  for (const auto& [tier, pin] : entry.pins) {
+    v1::ContextPin& added = *told.add_pins();
+    added.set_tier(tier);
+    added.set_granted_blocks(static_cast<uint32_t>(pin.blocks.granted));
+    added.set_present_blocks(static_cast<uint32_t>(pin.blocks.present));
+    added.mutable_expires_at()->set_seconds(
+        absl::ToUnixSeconds(absl::Now() + Between(clock_.Now(), pin.expires)));
+    added.set_refresh_on_hit(pin.refresh);
+  }
   return told;
 }
 
@@ -270,18 +269,27 @@ absl::Status Contexts::Delete(const v1::DeleteContextRequest& request, const Con
     KVASIR_RETURN_IF_ERROR(folder_->Erase(by.tenant, request.name(), bytes));
   }
   std::shared_ptr<ReadSink> abandoned;
+  int64_t number = 0;
   {
     MutexLock lock(mu_);
     const auto it = entries_.find({by.tenant, request.name()});
-    const std::shared_ptr<const NamedContext> context = it->second.context;
-    tokens_ -= std::ssize(context->tokens);
-    std::erase(to_read_, context);
-    if (reading_ != nullptr && &reading_->context() == context.get()) abandoned = reading_;
-    entries_.erase(it);
-    CountStates();
+    number = it->second.context->number;
+    abandoned = Remove(it);
   }
+  engine_->Unpin(number, v1::TIER_HOST);
+  engine_->Unpin(number, v1::TIER_DISK);
   if (abandoned != nullptr) abandoned->Abandon(absl::CancelledError("the context is deleted"));
   return absl::OkStatus();
+}
+
+std::shared_ptr<Contexts::ReadSink> Contexts::Remove(std::map<Key, Entry>::iterator it) {
+  const std::shared_ptr<const NamedContext> context = it->second.context;
+  tokens_ -= std::ssize(context->tokens);
+  std::erase(to_read_, context);
+  entries_.erase(it);
+  CountStates();
+  const bool is_read = reading_ != nullptr && &reading_->context() == context.get();
+  return is_read ? reading_ : nullptr;
 }
 
 absl::StatusOr<std::shared_ptr<const NamedContext>> Contexts::Find(const std::string& tenant,
@@ -291,13 +299,24 @@ absl::StatusOr<std::shared_ptr<const NamedContext>> Contexts::Find(const std::st
   return entry->context;
 }
 
+absl::StatusOr<std::shared_ptr<const NamedContext>> Contexts::Use(const std::string& tenant,
+                                                                  const std::string& name) {
+  MutexLock lock(mu_);
+  KVASIR_ASSIGN_OR_RETURN(const Entry* found, FindEntry(tenant, name));
+  Entry& entry = *EntryOf(*found->context);
+  for (auto& [tier, pin] : entry.pins) {
+    if (pin.refresh) pin.expires = After(clock_.Now(), pin.ttl);
+  }
+  return entry.context;
+}
+
 absl::StatusOr<const Contexts::Entry*> Contexts::FindEntry(const std::string& tenant,
                                                            const std::string& name) const {
   const auto it = entries_.find({tenant, name});
   if (it != entries_.end()) return &it->second;
-  return absl::NotFoundError(
-      absl::StrCat("there is no context ", name, " of this tenant; create it, or list those that "
-                   "there are"));
+  return absl::NotFoundError(absl::StrCat("there is no context ", name,
+                                          " of this tenant; create it, or list those that "
+                                          "there are"));
 }
 
 Contexts::Entry* Contexts::EntryOf(const NamedContext& context) {
@@ -312,105 +331,8 @@ void Contexts::CountStates() {
   metrics_.ContextStates({.waiting = counts[v1::CONTEXT_STATE_WAITING],
                           .reading = counts[v1::CONTEXT_STATE_READING],
                           .ready = counts[v1::CONTEXT_STATE_READY],
-                          .failed = counts[v1::CONTEXT_STATE_FAILED]});
-}
-
-// --- reading ------------------------------------------------------------------------------------
-
-void Contexts::RunReader() {
-  for (;;) {
-    std::optional<Ended> ended;
-    std::optional<Entry> next;
-    {
-      MutexLock lock(mu_);
-      while (!stopping_ && !ended_.has_value()) {
-        const bool waits = reading_ == nullptr && !to_read_.empty();
-        if (waits && clock_.Now() >= next_try_) break;
-        if (waits) {
-          clock_.Wait(mu_, changed_, next_try_);
-        } else {
-          changed_.Wait(mu_);
-        }
-      }
-      if (stopping_) return;
-      ended = std::exchange(ended_, std::nullopt);
-      if (!ended.has_value()) {
-        const std::shared_ptr<const NamedContext> context = to_read_.front();
-        to_read_.pop_front();
-        reading_ = std::make_shared<ReadSink>(*this, context);
-        next = *EntryOf(*context);
-      }
-    }
-    if (ended.has_value()) {
-      TakeEnd(*ended);
-    } else {
-      Read(*next);
-    }
-  }
-}
-
-void Contexts::Read(const Entry& entry) {
-  std::shared_ptr<ReadSink> sink;
-  {
-    MutexLock lock(mu_);
-    sink = reading_;
-  }
-  const v1::GenerateRequest request = ReadRequestOf(*entry.context);
-  engine_->Read(request,
-                {.request_id = absl::StrCat("context-", entry.context->name, "-", ++reads_),
-                 .caller = entry.caller,
-                 .tenant = entry.context->tenant,
-                 .arrived = clock_.Now()},
-                sink);
-}
-
-void Contexts::OnProgress(const NamedContext& context, const v1::Progress& progress) {
-  MutexLock lock(mu_);
-  Entry* const entry = EntryOf(context);
-  if (entry == nullptr) return;
-  entry->state = v1::CONTEXT_STATE_READING;
-  entry->processed_tokens = progress.processed_tokens();
-  entry->eta.reset();
-  if (progress.has_eta()) entry->eta = progress.eta();
-  CountStates();
-}
-
-void Contexts::OnEnd(Ended ended) {
-  MutexLock lock(mu_);
-  ended_ = std::move(ended);
-  changed_.NotifyAll();
-}
-
-// A read that was refused before it began is tried again: there is no group, or no room just now.
-// One that began and failed may be the cause.
-void Contexts::TakeEnd(const Ended& ended) {
-  const bool is_passing = absl::IsUnavailable(ended.status) ||
-                          proto::RetryDelay(ended.status).has_value();
-  bool is_read = false;
-  MutexLock files(files_mu_);
-  {
-    MutexLock lock(mu_);
-    reading_ = nullptr;
-    Entry* const entry = EntryOf(*ended.context);
-    if (entry == nullptr) return;
-    entry->eta.reset();
-    if (ended.status.ok()) {
-      entry->state = v1::CONTEXT_STATE_READY;
-      pause_ = absl::ZeroDuration();
-      is_read = true;
-    } else if (is_passing && !ended.began) {
-      to_read_.push_front(ended.context);
-      pause_ = std::clamp(2 * pause_, kFirstPause, kLongestPause);
-      next_try_ = After(clock_.Now(), pause_);
-    } else {
-      entry->state = v1::CONTEXT_STATE_FAILED;
-      entry->reason = std::string(ended.status.message());
-    }
-    CountStates();
-  }
-  if (!is_read) return;
-  const absl::Status saved = Save(*ended.context, /*is_read=*/true);
-  if (!saved.ok()) spdlog::warn("{}", std::string(saved.message()));
+                          .failed = counts[v1::CONTEXT_STATE_FAILED],
+                          .evicted = counts[v1::CONTEXT_STATE_EVICTED]});
 }
 
 }  // namespace kvasir::coordinator

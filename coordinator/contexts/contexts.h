@@ -1,11 +1,16 @@
-// The contexts of all tenants: their names and tokens, and how far they are read. It hides where
-// records are kept, and a thread that reads one context after the other through requests of its
-// own, so that clients' requests have at most one such prompt beside them. Made by the server;
-// called by the transports, and by requests that name a context. Thread-safe.
+// The contexts of all tenants: their names and tokens, how far they are read, and where their KV
+// should be. It hides where records are kept, and a thread that reads one context after the other
+// through requests of its own, so that clients' requests have at most one such prompt beside them,
+// and that ends pins. Made by the server; called by the transports, and by requests that name a
+// context. Thread-safe.
+//
+// A pin outlives the worker group, whose blocks it holds, and the process: the next group reads the
+// context, from disk if it is there, and pins it again.
 #pragma once
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -30,18 +35,12 @@
 namespace kvasir::coordinator {
 
 struct ContextsOptions {
-  std::string folder;       // of the records; empty: they end with the process
+  std::string folder;        // of the records; empty: they end with the process
   int64_t max_contexts = 0;  // of all tenants
   int64_t max_tokens = 0;    // of all contexts together
-};
-
-// A context as requests use it. Never changes.
-struct NamedContext {
-  std::string tenant;
-  std::string name;
-  std::vector<int32_t> tokens;
-  v1::PolicyChoice policy;
-  int64_t created_at_unix_s = 0;
+  // That a tenant may pin, unless its key says otherwise. 0: as much as there is room.
+  int64_t pin_host_bytes = 0;
+  int64_t pin_disk_bytes = 0;
 };
 
 // Who asks: the key's owner, if there are keys, and the tenant that the request names.
@@ -62,7 +61,8 @@ class Contexts {
 
   // Begins to read. `engine` outlives Stop.
   void Start(ContextEngine& engine);
-  // A worker group serves: reads that waited for one are tried at once. Any thread.
+  // A worker group serves: pins are made again, and reads that waited for one tried at once. Any
+  // thread.
   void OnReady() EXCLUDES(mu_);
   void Stop() EXCLUDES(mu_);
 
@@ -79,7 +79,24 @@ class Contexts {
   absl::Status Delete(const v1::DeleteContextRequest& request, const ContextCaller& by)
       EXCLUDES(mu_);
 
-  // NOT_FOUND when the tenant has no context of this name.
+  // Hints. `done` is called once, perhaps on the engine's thread.
+  template <typename Response>
+  using Done = std::function<void(const absl::StatusOr<Response>&)>;
+  void Pin(const v1::PinContextRequest& request, const ContextCaller& by,
+           Done<v1::ContextHint> done) EXCLUDES(mu_);
+  void Unpin(const v1::UnpinContextRequest& request, const ContextCaller& by,
+             Done<v1::ContextHint> done) EXCLUDES(mu_);
+  void Prefetch(const v1::PrefetchContextRequest& request, const ContextCaller& by,
+                Done<v1::ContextHint> done) EXCLUDES(mu_);
+  void Demote(const v1::DemoteContextRequest& request, const ContextCaller& by,
+              Done<v1::ContextHint> done) EXCLUDES(mu_);
+  void Evict(const v1::EvictRequest& request, const ContextCaller& by, Done<v1::EvictResponse> done)
+      EXCLUDES(files_mu_, mu_);
+
+  // Returns the context for a request that names it, and refreshes its pins. NOT_FOUND when the
+  // tenant has none of this name.
+  absl::StatusOr<std::shared_ptr<const NamedContext>> Use(const std::string& tenant,
+                                                          const std::string& name) EXCLUDES(mu_);
   absl::StatusOr<std::shared_ptr<const NamedContext>> Find(const std::string& tenant,
                                                            const std::string& name) const
       EXCLUDES(mu_);
@@ -87,6 +104,12 @@ class Contexts {
  private:
   class ReadSink;
   using Key = std::pair<std::string, std::string>;  // tenant, name
+  struct PinState {
+    TimePoint expires = {};
+    absl::Duration ttl = {};
+    bool refresh = false;
+    PinnedBlocks blocks = {};
+  };
   struct Entry {
     std::shared_ptr<const NamedContext> context;
     std::shared_ptr<const Caller> caller = {};  // who made it; null after a restart
@@ -94,6 +117,16 @@ class Contexts {
     std::string reason = {};
     int64_t processed_tokens = 0;
     std::optional<google::protobuf::Duration> eta = {};  // until it is read
+    std::map<v1::Tier, PinState> pins = {};
+    bool is_unsaved = false;  // its record is older than it
+  };
+  // A pin that is asked for.
+  struct PinOrder {
+    std::shared_ptr<const NamedContext> context;
+    v1::Tier asked = v1::TIER_HOST;
+    v1::Tier tier = v1::TIER_HOST;
+    PinState pin = {};
+    int64_t most_blocks = 0;
   };
   // A read that ended.
   struct Ended {
@@ -111,15 +144,46 @@ class Contexts {
   absl::StatusOr<v1::Context> Add(NamedContext context, std::shared_ptr<const Caller> caller)
       EXCLUDES(files_mu_, mu_);
   absl::Status CheckNew(const NamedContext& context) const REQUIRES(mu_);
-  absl::Status Save(const NamedContext& context, bool is_read) REQUIRES(files_mu_);
+  absl::Status Save(const v1::ContextRecord& record) REQUIRES(files_mu_);
+  v1::ContextRecord RecordOf(const Entry& entry) const REQUIRES(mu_);
   absl::StatusOr<const Entry*> FindEntry(const std::string& tenant, const std::string& name) const
       REQUIRES(mu_);
   v1::Context DescribeEntry(const Entry& entry) const REQUIRES(mu_);
   // Null when the context was forgotten.
   Entry* EntryOf(const NamedContext& context) REQUIRES(mu_);
   void CountStates() REQUIRES(mu_);
+  // Lets the context be read, again if it was. Does nothing when it is about to be.
+  void ReadSoon(Entry& entry) REQUIRES(mu_);
+  // Forgets the entry. Returns what reads it, to be abandoned without the mutex.
+  std::shared_ptr<ReadSink> Remove(std::map<Key, Entry>::iterator it) REQUIRES(mu_);
+  // Forgets the tenant's contexts, or all; adds to what was evicted.
+  absl::Status ForgetAll(const std::string* tenant, v1::EvictResponse& evicted)
+      EXCLUDES(files_mu_, mu_);
 
-  // The reading thread.
+  absl::StatusOr<PinOrder> OrderOf(const v1::PinContextRequest& request, const ContextCaller& by)
+      EXCLUDES(mu_);
+  // Number of blocks that the tenant may still pin in the tier, beside those of `context`.
+  int64_t Quota(const NamedContext& context, v1::Tier tier, const Caller* caller,
+                int64_t block_bytes) const REQUIRES(mu_);
+  v1::ContextHint OnPinned(const PinOrder& order, const PinnedBlocks& blocks) EXCLUDES(mu_);
+  // Returns what is evicted: a prefix as a context without a name, or a context that is not read
+  // any more.
+  absl::StatusOr<std::shared_ptr<const NamedContext>> EvictedContext(
+      const v1::EvictRequest& request, const ContextCaller& by) EXCLUDES(mu_);
+  // Makes the pins of a context that was read.
+  void PinAgain(const std::shared_ptr<const NamedContext>& context) EXCLUDES(mu_);
+
+  // Tasks of the reading thread.
+  struct Work {
+    std::optional<Ended> ended = {};
+    std::optional<Entry> read = {};
+    std::vector<std::pair<int64_t, v1::Tier>> expired = {};
+    std::vector<v1::ContextRecord> unsaved = {};
+    bool stops = false;
+  };
+  Work AwaitWork() EXCLUDES(mu_);
+  // Takes what is due. Returns the time of the next pin's end.
+  TimePoint TakeDue(Work& work) REQUIRES(mu_);
   void RunReader() EXCLUDES(files_mu_, mu_);
   void Read(const Entry& entry) EXCLUDES(mu_);
   void TakeEnd(const Ended& ended) EXCLUDES(files_mu_, mu_);
@@ -142,10 +206,12 @@ class Contexts {
   std::map<Key, Entry> entries_ GUARDED_BY(mu_);
   int64_t tokens_ GUARDED_BY(mu_) = 0;  // of all entries
   std::deque<std::shared_ptr<const NamedContext>> to_read_ GUARDED_BY(mu_);
+  std::vector<std::pair<int64_t, v1::Tier>> to_unpin_ GUARDED_BY(mu_);
   std::shared_ptr<ReadSink> reading_ GUARDED_BY(mu_);  // null: nothing is read
   std::optional<Ended> ended_ GUARDED_BY(mu_);         // of reading_
-  TimePoint next_try_ GUARDED_BY(mu_) = {};            // nothing is read before
-  absl::Duration pause_ GUARDED_BY(mu_) = {};          // before the last try
+  int64_t next_number_ GUARDED_BY(mu_) = 1;
+  TimePoint next_try_ GUARDED_BY(mu_) = {};    // nothing is read before
+  absl::Duration pause_ GUARDED_BY(mu_) = {};  // before the last try
   bool stopping_ GUARDED_BY(mu_) = false;
 
   int64_t reads_ = 0;   // by the reading thread

@@ -32,9 +32,28 @@ class ContextsService final : public v1::Contexts::CallbackService {
   grpc::ServerUnaryReactor* Delete(grpc::CallbackServerContext* context,
                                    const v1::DeleteContextRequest* request,
                                    v1::DeleteContextResponse* response) override;
+  grpc::ServerUnaryReactor* Pin(grpc::CallbackServerContext* context,
+                                const v1::PinContextRequest* request,
+                                v1::ContextHint* response) override;
+  grpc::ServerUnaryReactor* Unpin(grpc::CallbackServerContext* context,
+                                  const v1::UnpinContextRequest* request,
+                                  v1::ContextHint* response) override;
+  grpc::ServerUnaryReactor* Prefetch(grpc::CallbackServerContext* context,
+                                     const v1::PrefetchContextRequest* request,
+                                     v1::ContextHint* response) override;
+  grpc::ServerUnaryReactor* Demote(grpc::CallbackServerContext* context,
+                                   const v1::DemoteContextRequest* request,
+                                   v1::ContextHint* response) override;
+  grpc::ServerUnaryReactor* Evict(grpc::CallbackServerContext* context,
+                                  const v1::EvictRequest* request,
+                                  v1::EvictResponse* response) override;
 
  private:
-  // Answers with what `call` returns for the request and who sends it.
+  // Answers with what `call` gives for the request and who sends it: call(request, by, done).
+  template <typename Request, typename Response, typename Call>
+  grpc::ServerUnaryReactor* AnswerLater(grpc::CallbackServerContext* context,
+                                        const Request& request, Response& response, Call call);
+  // The same with a call that returns it: call(request, by).
   template <typename Request, typename Response, typename Call>
   grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context, const Request& request,
                                    Response& response, Call call);

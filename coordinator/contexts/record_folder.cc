@@ -12,10 +12,10 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "openssl/sha.h"
 #include "spdlog/spdlog.h"
 
 #include "kernels/base/status_macros.h"
+#include "openssl/sha.h"
 #include "proto/text_file.h"
 
 namespace kvasir::coordinator {

@@ -24,8 +24,8 @@ class RecordFolder {
 
   // Returns all records. Damaged files are left out, and named in the log.
   std::vector<v1::ContextRecord> Load() const;
-  // Replaces the record of the same tenant and name. It is durable when this returns OK; UNAVAILABLE
-  // otherwise.
+  // Replaces the record of the same tenant and name. It is durable when this returns OK;
+  // UNAVAILABLE otherwise.
   absl::Status Save(const v1::ContextRecord& record) const;
   // Overwrites the file with zeros and removes it, durably. OK when there is none. Adds its size to
   // `bytes`.

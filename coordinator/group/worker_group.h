@@ -37,6 +37,13 @@ struct GroupInfo {
   std::vector<v1::Ready> ranks;        // by rank
 };
 
+// Returns the size of a block over all ranks.
+inline int64_t BlockBytesOf(const GroupInfo& group) {
+  int64_t bytes = 0;
+  for (const v1::Ready& rank : group.ranks) bytes += static_cast<int64_t>(rank.block_bytes());
+  return bytes;
+}
+
 // One rank's report on its disk tier.
 struct RankTierReport {
   int64_t rank = 0;

@@ -1,6 +1,8 @@
 #include "coordinator/http/context_calls.h"
 
 #include <algorithm>
+#include <functional>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -58,8 +60,7 @@ void ReadInput(const ContextCall& call, Request& request) {
   JsonFields& fields = call.fields;
   if (const auto text = fields.String("text")) request.set_text(*text);
   if (fields.Has("tokens")) {
-    const std::vector<uint32_t> ids =
-        fields.Ids("tokens", static_cast<size_t>(kMaxContextTokens));
+    const std::vector<uint32_t> ids = fields.Ids("tokens", static_cast<size_t>(kMaxContextTokens));
     request.mutable_token_ids()->mutable_ids()->Assign(ids.begin(), ids.end());
   }
   if (fields.Has("messages")) *request.mutable_chat() = ReadConversation(call.body, fields);
@@ -70,6 +71,15 @@ void ReadInput(const ContextCall& call, Request& request) {
   if (const auto value = fields.Bool("parse_special_tokens")) {
     request.set_parse_special_tokens(*value);
   }
+}
+
+// Takes the answer of a call, or its error.
+using ContextDone = std::function<void(const absl::StatusOr<std::string>&)>;
+
+// Makes a call of a function that answers at once.
+template <absl::StatusOr<std::string> (*kCall)(const ContextCall&)>
+void AtOnce(const ContextCall& call, const ContextDone& done) {
+  done(kCall(call));
 }
 
 absl::StatusOr<std::string> Create(const ContextCall& call) {
@@ -109,37 +119,118 @@ absl::StatusOr<std::string> Delete(const ContextCall& call) {
   return ToJson(v1::DeleteContextResponse());
 }
 
+// Reads the request from the body, in protobuf's JSON form, with the name of the path.
+template <typename Request>
+absl::StatusOr<Request> ReadHint(const ContextCall& call) {
+  Request request;
+  google::protobuf::util::JsonParseOptions options;
+  options.ignore_unknown_fields = true;
+  const auto read = google::protobuf::util::JsonStringToMessage(
+      call.body.object.dump(-1, ' ', true, nlohmann::json::error_handler_t::replace), &request,
+      options);
+  if (!read.ok()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("the body is not as docs/api.md says: ", read.message().ToString()));
+  }
+  return request;
+}
+
+template <typename Request, typename Response>
+void AskHint(const ContextCall& call, const ContextDone& done,
+             void (Contexts::*ask)(const Request&, const ContextCaller&,
+                                   Contexts::Done<Response>)) {
+  absl::StatusOr<Request> request = ReadHint<Request>(call);
+  if (!request.ok()) return done(request.status());
+  request->set_name(call.name);
+  (call.context.contexts.*ask)(
+      *request, call.by, [done](const absl::StatusOr<Response>& hint) { done(AnswerOf(hint)); });
+}
+
+void Pin(const ContextCall& call, const ContextDone& done) { AskHint(call, done, &Contexts::Pin); }
+void Unpin(const ContextCall& call, const ContextDone& done) {
+  AskHint(call, done, &Contexts::Unpin);
+}
+void Prefetch(const ContextCall& call, const ContextDone& done) {
+  AskHint(call, done, &Contexts::Prefetch);
+}
+void Demote(const ContextCall& call, const ContextDone& done) {
+  AskHint(call, done, &Contexts::Demote);
+}
+
+void AskEvict(const ContextCall& call, const ContextDone& done, const v1::EvictRequest& request) {
+  call.context.contexts.Evict(
+      request, call.by,
+      [done](const absl::StatusOr<v1::EvictResponse>& evicted) { done(AnswerOf(evicted)); });
+}
+
+void EvictOne(const ContextCall& call, const ContextDone& done) {
+  v1::EvictRequest request;
+  request.set_context(call.name);
+  AskEvict(call, done, request);
+}
+
+// Evicts a tenant, everything or a prefix, as the body says.
+void Evict(const ContextCall& call, const ContextDone& done) {
+  const absl::StatusOr<v1::EvictRequest> request = ReadHint<v1::EvictRequest>(call);
+  if (!request.ok()) return done(request.status());
+  AskEvict(call, done, *request);
+}
+
 struct ContextRoute {
   absl::string_view method;
   bool names_context;
   absl::string_view action;  // the last part of the path; empty: none
-  absl::StatusOr<std::string> (*call)(const ContextCall&);
+  void (*call)(const ContextCall&, const ContextDone&);
 };
 
 constexpr ContextRoute kContextRoutes[] = {
-    {"POST", false, "", Create}, {"GET", false, "", List},     {"GET", true, "", Get},
-    {"DELETE", true, "", Delete}, {"POST", true, "fork", Fork},
+    {"POST", false, "", AtOnce<Create>},  {"GET", false, "", AtOnce<List>},
+    {"GET", true, "", AtOnce<Get>},       {"DELETE", true, "", AtOnce<Delete>},
+    {"POST", true, "fork", AtOnce<Fork>}, {"POST", true, "pin", Pin},
+    {"POST", true, "unpin", Unpin},       {"POST", true, "prefetch", Prefetch},
+    {"POST", true, "demote", Demote},     {"POST", true, "evict", EvictOne},
 };
+// In the place of a name, which this one cannot be.
+constexpr ContextRoute kEvictRoute = {"POST", false, ":evict", Evict};
 
-absl::StatusOr<std::string> Answer(const HttpCallContext& context, Exchange& exchange,
-                                   const ContextRoute& route, const std::string& name) {
+// Makes the call, whose end answers the exchange.
+absl::Status Answer(const HttpCallContext& context, const std::shared_ptr<Exchange>& exchange,
+                    const ContextRoute& route, const std::string& name) {
   // A body is optional where its fields are.
-  std::string text = exchange.TakeBody();
+  std::string text = exchange->TakeBody();
   KVASIR_ASSIGN_OR_RETURN(const JsonBody body, ParseBody(text.empty() ? "{}" : std::move(text)));
   JsonFields fields(body.object);
   const std::string part = fields.String("cache_salt").value_or("");
   KVASIR_RETURN_IF_ERROR(fields.status());
-  return route.call({.context = context,
-                     .body = body,
-                     .fields = fields,
-                     .name = name,
-                     .by = ContextCallerOf(exchange.caller(), part)});
+  const ContextCall call = {.context = context,
+                            .body = body,
+                            .fields = fields,
+                            .name = name,
+                            .by = ContextCallerOf(exchange->caller(), part)};
+  route.call(call, [exchange](const absl::StatusOr<std::string>& answer) {
+    if (!answer.ok()) return exchange->Refuse(answer.status());
+    exchange->Reply({.body = *answer});
+  });
+  return absl::OkStatus();
+}
+
+void Serve(const HttpCallContext& context, const std::shared_ptr<Exchange>& exchange,
+           const ContextRoute& route, const std::string& name) {
+  const auto work = [&context, exchange, &route, name] {
+    const absl::Status answered = Answer(context, exchange, route, name);
+    if (!answered.ok()) exchange->Refuse(answered);
+  };
+  // Records are files: never written on a thread that serves streams.
+  const size_t bytes = std::max(exchange->request().body.size(), kFileWorkBytes);
+  const absl::Status taken = context.api.RunText(bytes, work);
+  if (!taken.ok()) exchange->Refuse(taken);
 }
 
 }  // namespace
 
 bool IsContextPath(absl::string_view path) {
-  return path == kPath || absl::StartsWith(path, absl::StrCat(kPath, "/"));
+  return path == kPath || path == absl::StrCat(kPath, kEvictRoute.action) ||
+         absl::StartsWith(path, absl::StrCat(kPath, "/"));
 }
 
 void ServeContexts(const HttpCallContext& context, std::shared_ptr<Exchange> exchange) {
@@ -149,6 +240,9 @@ void ServeContexts(const HttpCallContext& context, std::shared_ptr<Exchange> exc
   const std::string name = parts.size() > 1 ? parts[1] : "";
   const std::string action = parts.size() > 2 ? parts[2] : "";
   const std::string method = request.method == "HEAD" ? "GET" : request.method;
+  if (method == "POST" && request.path == absl::StrCat(kPath, kEvictRoute.action)) {
+    return Serve(context, exchange, kEvictRoute, {});
+  }
   std::vector<absl::string_view> allowed;
   for (const ContextRoute& route : kContextRoutes) {
     if (parts.size() > 3 || route.names_context != (parts.size() > 1) || route.action != action) {
@@ -156,16 +250,7 @@ void ServeContexts(const HttpCallContext& context, std::shared_ptr<Exchange> exc
     }
     allowed.push_back(route.method);
     if (route.method != method) continue;
-    const auto work = [&context, exchange, &route, name] {
-      absl::StatusOr<std::string> answer = Answer(context, *exchange, route, name);
-      if (!answer.ok()) return exchange->Refuse(answer.status());
-      exchange->Reply({.body = *std::move(answer)});
-    };
-    // Records are files: never written on a thread that serves streams.
-    const size_t bytes = std::max(request.body.size(), kFileWorkBytes);
-    const absl::Status taken = context.api.RunText(bytes, work);
-    if (!taken.ok()) exchange->Refuse(taken);
-    return;
+    return Serve(context, exchange, route, name);
   }
   if (allowed.empty()) {
     return exchange->Refuse(absl::NotFoundError(
@@ -173,8 +258,8 @@ void ServeContexts(const HttpCallContext& context, std::shared_ptr<Exchange> exc
   }
   const std::string allow = absl::StrJoin(allowed, ", ");
   exchange->Refuse(WithAllowedMethods(
-      absl::InvalidArgumentError(absl::StrCat(request.path, " is not served for ", request.method,
-                                              ", only for ", allow)),
+      absl::InvalidArgumentError(
+          absl::StrCat(request.path, " is not served for ", request.method, ", only for ", allow)),
       allow));
 }
 

@@ -196,6 +196,20 @@ struct Metrics::Series {
   Gauge& contexts_reading = contexts.Add({{"state", "reading"}});
   Gauge& contexts_ready = contexts.Add({{"state", "ready"}});
   Gauge& contexts_failed = contexts.Add({{"state", "failed"}});
+  Gauge& contexts_evicted = contexts.Add({{"state", "evicted"}});
+  Family<Gauge>& pinned =
+      Gauges("kvasir_pinned_blocks", "Token blocks that contexts have pinned, by tier.");
+  Gauge& pinned_host = pinned.Add({{"tier", "host"}});
+  Gauge& pinned_disk = pinned.Add({{"tier", "disk"}});
+  Family<Counter>& erased_blocks =
+      Counters("kvasir_erased_blocks_total", "Token blocks that were overwritten on request.");
+  Counter& erased_host_blocks = erased_blocks.Add({{"tier", "host"}});
+  Counter& erased_disk_blocks = erased_blocks.Add({{"tier", "disk"}});
+  Family<Counter>& erased_bytes =
+      Counters("kvasir_erased_bytes_total",
+               "Bytes that were overwritten on request, those of blocks that had gone before too.");
+  Counter& erased_host_bytes = erased_bytes.Add({{"tier", "host"}});
+  Counter& erased_disk_bytes = erased_bytes.Add({{"tier", "disk"}});
 
   Counter& spans_exported =
       Counters("kvasir_trace_spans_exported_total", "Spans of traces that the collector took.")
@@ -320,6 +334,14 @@ void Metrics::ContextStates(const ContextCounts& counts) {
   series_->contexts_reading.Set(static_cast<double>(counts.reading));
   series_->contexts_ready.Set(static_cast<double>(counts.ready));
   series_->contexts_failed.Set(static_cast<double>(counts.failed));
+  series_->contexts_evicted.Set(static_cast<double>(counts.evicted));
+}
+
+void Metrics::Erased(const v1::Erased& erased) {
+  series_->erased_host_blocks.Increment(static_cast<double>(erased.host_blocks()));
+  series_->erased_disk_blocks.Increment(static_cast<double>(erased.disk_blocks()));
+  series_->erased_host_bytes.Increment(static_cast<double>(erased.host_bytes()));
+  series_->erased_disk_bytes.Increment(static_cast<double>(erased.disk_bytes()));
 }
 
 void Metrics::SchedulerState(const SchedulerStats& stats) {
@@ -330,6 +352,8 @@ void Metrics::SchedulerState(const SchedulerStats& stats) {
   s.disk_set_aside.Set(stats.disk_set_aside ? 1 : 0);
   s.peers_set_aside.Set(stats.peers_set_aside ? 1 : 0);
   s.waiting_tokens.Set(static_cast<double>(stats.waiting_tokens));
+  s.pinned_host.Set(static_cast<double>(stats.pinned_host_blocks));
+  s.pinned_disk.Set(static_cast<double>(stats.pinned_disk_blocks));
   const int64_t capacity = stats.index.capacity_blocks;
   s.cache_usage.Set(capacity == 0 ? 0
                                   : static_cast<double>(stats.index.held_blocks) /

@@ -13,6 +13,7 @@
 #include "absl/time/time.h"
 
 #include "proto/kvasir/v1/generation.pb.h"
+#include "proto/kvasir/v1/worker.pb.h"
 
 namespace prometheus {
 class Registry;
@@ -37,6 +38,7 @@ struct ContextCounts {
   int64_t reading = 0;
   int64_t ready = 0;
   int64_t failed = 0;
+  int64_t evicted = 0;
 };
 
 // Sums since the start.
@@ -80,6 +82,8 @@ class Metrics {
   MetricsTotals totals() const;
 
   void ContextStates(const ContextCounts& counts);
+  // Counts what was overwritten on request.
+  void Erased(const v1::Erased& erased);
   void SchedulerState(const SchedulerStats& stats);
   void GroupFormed(const CacheConfigInfo& info);
   void GroupLost();

@@ -83,6 +83,22 @@ constexpr FieldLimit kLimits[] = {
     {"GetContextRequest", "tenant_id", LimitKind::kBytes, 0, kMaxIdBytes},
     {"DeleteContextRequest", "name", LimitKind::kName, 1, kMaxContextNameBytes},
     {"DeleteContextRequest", "tenant_id", LimitKind::kBytes, 0, kMaxIdBytes},
+    {"PinContextRequest", "name", LimitKind::kName, 1, kMaxContextNameBytes},
+    {"PinContextRequest", "tenant_id", LimitKind::kBytes, 0, kMaxIdBytes},
+    {"UnpinContextRequest", "name", LimitKind::kName, 1, kMaxContextNameBytes},
+    {"UnpinContextRequest", "tenant_id", LimitKind::kBytes, 0, kMaxIdBytes},
+    {"PrefetchContextRequest", "name", LimitKind::kName, 1, kMaxContextNameBytes},
+    {"PrefetchContextRequest", "tenant_id", LimitKind::kBytes, 0, kMaxIdBytes},
+    {"DemoteContextRequest", "name", LimitKind::kName, 1, kMaxContextNameBytes},
+    {"DemoteContextRequest", "tenant_id", LimitKind::kBytes, 0, kMaxIdBytes},
+    {"PinContextRequest", "tier", LimitKind::kNumber, 0, 3},
+    {"PinContextRequest", "ttl_s", LimitKind::kNumber, 1, 31622400},
+    {"PinContextRequest", "refresh_on_hit", LimitKind::kNumber, 0, 1},
+    {"UnpinContextRequest", "tier", LimitKind::kNumber, 0, 3},
+    {"EvictRequest", "tenant", LimitKind::kNumber, 0, 1},
+    {"EvictRequest", "all", LimitKind::kNumber, 0, 1},
+    {"EvictRequest", "tenant_id", LimitKind::kBytes, 0, kMaxIdBytes},
+    {"EvictRequest", "context", LimitKind::kName, 1, kMaxContextNameBytes},
     {"ListContextsRequest", "tenant_id", LimitKind::kBytes, 0, kMaxIdBytes},
     {"PolicyChoice", "name", LimitKind::kName, 0, 64},
     {"SparsityPolicy", "name", LimitKind::kName, 1, 64},
@@ -140,6 +156,8 @@ double Measure(const Message& message, const FieldDescriptor& field, int element
                                           : r.GetUInt64(message, &field));
     case FieldDescriptor::CPPTYPE_BOOL:
       return r.GetBool(message, &field) ? 1 : 0;
+    case FieldDescriptor::CPPTYPE_ENUM:
+      return static_cast<double>(r.GetEnumValue(message, &field));
     case FieldDescriptor::CPPTYPE_STRING: {
       std::string scratch;
       const std::string& value =
@@ -180,8 +198,7 @@ absl::Status CheckName(const std::string& path, absl::string_view name) {
     return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '_' || c == '-';
   });
   if (good) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat(path, " has a character outside [a-z0-9_-]"));
+  return absl::InvalidArgumentError(absl::StrCat(path, " has a character outside [a-z0-9_-]"));
 }
 
 absl::Status CheckField(absl::string_view where, const Message& message,

@@ -162,7 +162,8 @@ absl::StatusOr<std::vector<int32_t>> ParsePrompt(const v1::GenerateRequest& requ
     case v1::GenerateRequest::kTokenIds: {
       KVASIR_RETURN_IF_ERROR(CheckNothingOfText("token_ids", request));
       const auto& ids = request.token_ids().ids();
-      KVASIR_RETURN_IF_ERROR(CheckPromptLength(before + ids.size(), max_tokens, model.max_model_len));
+      KVASIR_RETURN_IF_ERROR(
+          CheckPromptLength(before + ids.size(), max_tokens, model.max_model_len));
       KVASIR_RETURN_IF_ERROR(CheckTokenIds("token_ids.ids", ids, model.vocab_size));
       return std::vector<int32_t>(ids.begin(), ids.end());
     }

@@ -33,7 +33,7 @@ struct ServedModel {
 
 // The context that a request names; empty: none.
 struct GivenContext {
-  absl::Span<const int32_t> tokens = {};       // precede those of the input
+  absl::Span<const int32_t> tokens = {};     // precede those of the input
   const v1::PolicyChoice* policy = nullptr;  // where the request chooses none
 };
 

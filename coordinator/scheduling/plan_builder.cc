@@ -190,16 +190,18 @@ void PlanBuilder::AddSeal(const Sequence& sequence, int64_t index) {
   v1::BlockSeal& seal = *plan_.add_seals();
   seal.set_block_id(static_cast<uint64_t>(id.value));
   seal.set_prefix_hash(hash.data(), hash.size());
+  seal.set_owner(sequence.owner.data(), sequence.owner.size());
   unanswered_.sealed.push_back(id);
 }
 
 void PlanBuilder::AddPersist(const Sequence& sequence, int64_t index) {
-  const BlockId id = sequence.blocks[static_cast<size_t>(index)].id();
+  AddPersist(sequence.blocks[static_cast<size_t>(index)].id(), sequence.block_tokens(index));
+}
+
+void PlanBuilder::AddPersist(BlockId id, absl::Span<const int32_t> tokens) {
   v1::BlockPersist& persist = *plan_.add_persists();
   persist.set_block_id(static_cast<uint64_t>(id.value));
-  for (int32_t token : sequence.block_tokens(index)) {
-    persist.add_tokens(static_cast<uint32_t>(token));
-  }
+  for (int32_t token : tokens) persist.add_tokens(static_cast<uint32_t>(token));
 }
 
 void PlanBuilder::AddRestore(BlockId id, const kvstore::PrefixHash& hash) {
@@ -223,7 +225,8 @@ std::optional<PlannedStep> PlanBuilder::Commit(uint64_t step) {
 
 bool PlanBuilder::IsEmpty() const {
   return unanswered_.rows.empty() && plan_.seals().empty() && plan_.free_slots().empty() &&
-         plan_.persists().empty() && plan_.drop_blocks().empty() && plan_.restores().empty();
+         plan_.persists().empty() && plan_.drop_blocks().empty() && plan_.restores().empty() &&
+         plan_.erases().empty() && plan_.disk_pins().empty() && plan_.disk_unpins().empty();
 }
 
 }  // namespace kvasir::coordinator

@@ -7,9 +7,11 @@
 
 #include <cstdint>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/types/span.h"
 
 #include "coordinator/scheduling/scheduler_options.h"
 #include "coordinator/scheduling/sequence.h"
@@ -99,6 +101,14 @@ class PlanBuilder {
   // Seals or stores the index-th block of the sequence, whose hash is known.
   void AddSeal(const Sequence& sequence, int64_t index);
   void AddPersist(const Sequence& sequence, int64_t index);
+  void AddPersist(kvstore::BlockId id, absl::Span<const int32_t> tokens);
+  void AddErase(v1::Erase erase) { *plan_.add_erases() = std::move(erase); }
+  void AddDiskPin(const kvstore::PrefixHash& hash) {
+    plan_.add_disk_pins(hash.data(), hash.size());
+  }
+  void AddDiskUnpin(const kvstore::PrefixHash& hash) {
+    plan_.add_disk_unpins(hash.data(), hash.size());
+  }
   void AddRestore(kvstore::BlockId id, const kvstore::PrefixHash& hash);
   void AddDrops(const std::vector<kvstore::BlockId>& blocks);
 

@@ -62,13 +62,6 @@ absl::Status Scheduler::Add(SequenceSpec spec) {
   return absl::OkStatus();
 }
 
-PrefixHash Scheduler::ScopeOf(const SequenceSpec& spec) const {
-  return kvstore::HashScope({.tenant = spec.tenant,
-                             .weights_hash = state_.options.weights_hash,
-                             .kv_form = state_.options.kv_form,
-                             .prefill_policy = CanonicalBytes(spec.policy.prefill)});
-}
-
 absl::Status Scheduler::CheckFits(const Sequence& sequence) const {
   const int64_t capacity = state_.blocks.capacity();
   if (sequence.blocks_at_most() <= capacity) return absl::OkStatus();
@@ -141,6 +134,7 @@ Survivors Scheduler::GiveUp() {
     sequence->LeaveGroup();
   }
   state_.sequences.FreeEnded();
+  state_.contexts.GiveUp();
   return {state_.sequences.TakeAll(), state_.options.mass_unmeasured};
 }
 
@@ -181,6 +175,7 @@ Scheduler::Planned Scheduler::NextPlan(TimePoint now) {
 }
 
 absl::Status Scheduler::OnTierReport(int64_t rank, const v1::TierReport& report, TimePoint now) {
+  for (const v1::Erased& erased : report.erased()) state_.contexts.OnErasedBy(erased);
   return state_.restores.OnReport(rank, report, now);
 }
 
@@ -366,6 +361,14 @@ void Scheduler::CountResumed(const v1::RowAccounting& found) {
 
 // --- looking in ---------------------------------------------------------------------------------
 
+std::vector<SequenceId> Scheduler::SequencesOf(const std::string* tenant) const {
+  std::vector<SequenceId> ids;
+  for (const Sequence* sequence : state_.sequences.OldestFirst()) {
+    if (tenant == nullptr || sequence->spec.tenant == *tenant) ids.push_back(sequence->spec.id);
+  }
+  return ids;
+}
+
 SchedulerStats Scheduler::stats() const {
   SchedulerStats stats = state_.counters;
   stats.running = static_cast<int64_t>(state_.sequences.running().size());
@@ -376,6 +379,8 @@ SchedulerStats Scheduler::stats() const {
   stats.waiting_tokens = state_.sequences.waiting_tokens();
   stats.index = state_.blocks.index().stats();
   stats.stored = state_.restores.stored_stats();
+  stats.pinned_host_blocks = state_.contexts.pinned_host_blocks();
+  stats.pinned_disk_blocks = state_.contexts.pinned_disk_blocks();
   return stats;
 }
 
@@ -385,7 +390,8 @@ absl::Status Scheduler::CheckIntegrity() const {
   KVASIR_RETURN_IF_ERROR(state_.restores.CheckIntegrity());
   KVASIR_RETURN_IF_ERROR(state_.sequences.CheckIntegrity());
   int64_t reserved = 0;
-  absl::flat_hash_set<BlockId> held;
+  const std::vector<BlockId> of_contexts = state_.contexts.held();
+  absl::flat_hash_set<BlockId> held(of_contexts.begin(), of_contexts.end());
   const auto count = [&](const Sequence& sequence) {
     reserved += sequence.reservation.num_blocks();
     for (const Block& block : sequence.blocks) held.insert(block.id());

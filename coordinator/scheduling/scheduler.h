@@ -43,7 +43,8 @@
 // gets. No plan is made ahead where the answer may change it, or where only the answer makes it
 // useful:
 //   after starts (a rank may miss blocks); where it would preempt or outgrow the device share;
-//   while a prompt's chunk is computed that a waiting request may share; without rows of its own.
+//   while a prompt's chunk is computed that a waiting request may share; without rows of its own;
+//   where blocks of contexts are to be pinned, moved or erased.
 #pragma once
 
 #include <cstdint>
@@ -88,6 +89,12 @@ class Scheduler {
   // The next row of the sequence tells which pages it selects. Nothing when it has ended.
   void Observe(SequenceId id);
 
+  // Pins, demotes and erases blocks of contexts, from the next plan on.
+  ContextBlocks& contexts() { return state_.contexts; }
+  // The sequences of a tenant, or all (null), that have not ended.
+  std::vector<SequenceId> SequencesOf(const std::string* tenant) const;
+  bool persists() const { return state_.options.persists(); }
+
   struct Planned {
     std::optional<v1::StepPlan> plan;  // none: nothing to do, or not before the next answer
     std::vector<Event> events;
@@ -127,7 +134,9 @@ class Scheduler {
   // RESOURCE_EXHAUSTED when the host tier could never hold the sequence.
   absl::Status CheckFits(const Sequence& sequence) const;
   // Start of the sequence's chain of hashes, which depends on the group's weights and KV.
-  kvstore::PrefixHash ScopeOf(const SequenceSpec& spec) const;
+  kvstore::PrefixHash ScopeOf(const SequenceSpec& spec) const {
+    return state_.contexts.ScopeOf(spec.tenant, spec.policy.prefill);
+  }
   FinishEvent End(Sequence& sequence, const absl::Status& status, v1::FinishReason reason,
                   Blocks blocks, TimePoint now);
 

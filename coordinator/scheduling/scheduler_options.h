@@ -22,6 +22,7 @@ struct SchedulerOptions {
   // Why the ranks measure no attention mass. Unspecified: they measure it.
   v1::MassUnmeasured mass_unmeasured = v1::MASS_UNMEASURED_UNSPECIFIED;
   int64_t vocab_size = 0;
+  int64_t longest_sequence = 0;  // tokens of prompt and answer; pins leave room for them
   std::string weights_hash;
   std::string kv_form;
   int64_t max_num_seqs = 0;

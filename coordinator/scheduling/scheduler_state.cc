@@ -29,7 +29,8 @@ SchedulerState::SchedulerState(const SchedulerOptions& scheduler_options,
       max_running(MaxRunning(options)),
       blocks(std::move(index)),
       restores(options, blocks.index(), prefill_rate),
-      sequences(options.max_num_seqs, restores) {}
+      sequences(options.max_num_seqs, restores),
+      contexts(options, blocks.index(), restores) {}
 
 void SchedulerState::ReportProgress(Sequence& sequence, std::vector<Event>& events) const {
   const bool answers = sequence.generated() > sequence.resumed_tokens;

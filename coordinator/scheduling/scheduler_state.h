@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "coordinator/scheduling/block_budget.h"
+#include "coordinator/scheduling/context_blocks.h"
 #include "coordinator/scheduling/prefill_rate.h"
 #include "coordinator/scheduling/restore_book.h"
 #include "coordinator/scheduling/scheduler_events.h"
@@ -41,8 +42,10 @@ struct SchedulerStats {
   int64_t resumed_peer = 0;       // with blocks from a peer and none from disk
   int64_t resumed_host = 0;       // with blocks from memory only
   int64_t resumed_recompute = 0;
-  int64_t plans_ahead = 0;   // plans made while another one was unanswered
-  int64_t rows_in_vain = 0;  // rows of sequences that had ended when they were answered
+  int64_t pinned_host_blocks = 0;  // now, by contexts
+  int64_t pinned_disk_blocks = 0;  // likewise
+  int64_t plans_ahead = 0;         // plans made while another one was unanswered
+  int64_t rows_in_vain = 0;        // rows of sequences that had ended when they were answered
   kvstore::PrefixIndexStats index;
   kvstore::StoredIndexStats stored;
 };
@@ -74,6 +77,7 @@ struct SchedulerState {
   PrefillRate prefill_rate;
   RestoreBook restores;
   SequenceTable sequences;
+  ContextBlocks contexts;
   int64_t prompts_read = 0;  // since the start
   LastMisfit last_misfit;
   SchedulerStats counters;  // the sums of it

@@ -51,6 +51,7 @@ Sequence::Sequence(SequenceSpec s, const kvstore::PrefixHash& prefix_scope)
       private_begin(PrivateBegin(spec.policy, prompt_tokens)),
       decode_part(MakeDecodePart(spec.policy, private_begin)),
       scope(prefix_scope),
+      owner(kvstore::HashOwner(spec.tenant)),
       tokens(std::move(spec.prompt)),
       given_tokens(prompt_tokens + resumed_tokens),
       generated_at_loss(resumed_tokens),
@@ -131,7 +132,8 @@ bool Sequence::Publish(int64_t index, kvstore::PrefixIndex& prefix_index) const 
                                .before = i == 0 ? kvstore::Block() : blocks[i - 1],
                                .parent = i == 0 ? scope : hashes[i - 1],
                                .hash = hashes[i],
-                               .tokens = block_tokens(index)});
+                               .tokens = block_tokens(index),
+                               .owner = owner});
 }
 
 void Sequence::LeaveGroup() {

@@ -145,6 +145,7 @@ struct Sequence {
   const int64_t private_begin;   // PrivateBegin
   const kvstore::DecodePart decode_part;
   const kvstore::PrefixHash scope;  // start of the chain
+  const kvstore::PrefixHash owner;  // of its blocks
   std::vector<int32_t> tokens;
 
   State state = State::kWaiting;  // changed by SequenceTable only

@@ -33,7 +33,7 @@ StepPlanner::StepPlanner(SchedulerState& state, When when, TimePoint now)
 
 bool StepPlanner::MayPlanAhead(const SchedulerState& state, const UnansweredPlan& before) {
   const SequenceTable& sequences = state.sequences;
-  if (before.starts_sequences) return false;
+  if (before.starts_sequences || state.contexts.has_wishes()) return false;
   if (before.prefill_tokens > 0 && !sequences.waiting().empty()) return false;
   int64_t rows = 0, new_blocks = 0, unreserved_blocks = 0;
   for (const Sequence* sequence : sequences.running()) {
@@ -53,6 +53,7 @@ std::optional<PlannedStep> StepPlanner::Plan(uint64_t step) {
     SealFullBlocks(*sequence, Unpublished::kSeal);
   }
   ReleaseEnded();
+  if (when_ == When::kAnswered) state_.contexts.AddTo(plan_);
   PlanDecodes();
   plan_.set_device_blocks(state_.device_share - state_.sequences.unsealed_blocks());
   PlanPassing();

@@ -35,6 +35,13 @@ bool IsSha256(const std::string& text) {
                      [](unsigned char c) { return absl::ascii_isxdigit(c); });
 }
 
+// The limit that a field in GB sets; null: there is no such field.
+int64_t* SizeOf(const std::string& field, CallerLimits& limits) {
+  if (field == "kv-size-gb") return &limits.kv_bytes;
+  if (field == "pin-host-gb") return &limits.pinned_host_bytes;
+  return field == "pin-disk-gb" ? &limits.pinned_disk_bytes : nullptr;
+}
+
 absl::Status ReadField(const std::string& field, const YAML::Node& value, ApiKeyEntry& key) {
   const auto expected = [&](const auto&... what) {
     return absl::InvalidArgumentError(absl::StrCat(field, " must be ", what...));
@@ -60,10 +67,10 @@ absl::Status ReadField(const std::string& field, const YAML::Node& value, ApiKey
   } else if (field == "tokens-per-minute") {
     key.limits.tokens_per_minute = value.as<uint64_t>();
     if (key.limits.tokens_per_minute == 0) return expected("at least 1");
-  } else if (field == "kv-size-gb") {
+  } else if (int64_t* const bytes = SizeOf(field, key.limits); bytes != nullptr) {
     const auto size = value.as<double>();
-    key.limits.kv_bytes = size > 0 && size <= kMostKvGb ? std::llround(size * 1e9) : 0;
-    if (key.limits.kv_bytes == 0) return expected("above 0 and at most ", kMostKvGb);
+    *bytes = size > 0 && size <= kMostKvGb ? std::llround(size * 1e9) : 0;
+    if (*bytes == 0) return expected("above 0 and at most ", kMostKvGb);
   } else {
     return absl::InvalidArgumentError(absl::StrCat("there is no field ", field));
   }

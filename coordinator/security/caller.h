@@ -21,6 +21,9 @@ struct CallerLimits {
   uint64_t tokens_per_minute = 0;
   // KV that its running requests may reach together, over all tiers and ranks. 0: no limit.
   int64_t kv_bytes = 0;
+  // KV of contexts that its tenant may pin. 0: as the server says.
+  int64_t pinned_host_bytes = 0;
+  int64_t pinned_disk_bytes = 0;
 };
 
 // Needs of one request.
@@ -51,6 +54,7 @@ class Caller {
   Caller(std::string name, std::string tenant, CallerLimits limits, const Caller* before);
 
   const std::string& name() const { return name_; }
+  const CallerLimits& limits() const { return limits_; }
   // Returns the tenant of a request that names `part`: the caller's, or a part of it that no other
   // caller reaches.
   std::string Tenant(const std::string& part) const;

@@ -55,7 +55,8 @@ struct Header {
   uint8_t block_hash[32];
   int32_t tokens[kBlockTokens];
   Section sections[kMaxSections];
-  uint8_t zeros[3128];
+  uint8_t owner[32];
+  uint8_t zeros[3096];
   uint64_t checksum;  // XXH3_64bits of everything before it
 };
 static_assert(sizeof(Header) == kExtentHeaderBytes);
@@ -114,6 +115,7 @@ Header MakeHeader(const ExtentFormat& format, const BlockIdentity& block) {
   std::memcpy(header.kv_form, shard.kv_form.data(), shard.kv_form.size());
   std::memcpy(header.block_hash, block.hash.data(), block.hash.size());
   std::memcpy(header.tokens, block.tokens.data(), sizeof(header.tokens));
+  std::memcpy(header.owner, block.owner.data(), block.owner.size());
   const auto set = [&](Section& section, SectionKind kind, int64_t offset, int64_t bytes) {
     section = {.kind = static_cast<uint32_t>(kind),
                .zero = 0,
@@ -194,6 +196,12 @@ bool ExtentFormat::HasHeader(absl::Span<const std::byte> extent) {
   return std::memcmp(extent.data(), &kMagic, sizeof(kMagic)) == 0;
 }
 
+PrefixHash ExtentFormat::OwnerOf(absl::Span<const std::byte> extent) {
+  PrefixHash owner;
+  std::memcpy(owner.data(), extent.data() + offsetof(Header, owner), owner.size());
+  return owner;
+}
+
 void ExtentFormat::RemoveHeader(absl::Span<std::byte> extent) {
   std::memset(extent.data(), 0, sizeof(kMagic));
 }
@@ -213,8 +221,9 @@ absl::StatusOr<BlockIdentity> ExtentFormat::ReadHeader(absl::Span<const std::byt
   if (header.checksum != HeaderChecksum(header)) {
     return absl::DataLossError("extent header: wrong checksum");
   }
-  BlockIdentity block = {.hash = BlockHash(header), .generation = header.generation, .tokens = {}};
+  BlockIdentity block = {.hash = BlockHash(header), .generation = header.generation};
   std::memcpy(block.tokens.data(), header.tokens, sizeof(header.tokens));
+  std::memcpy(block.owner.data(), header.owner, block.owner.size());
   Header expected = MakeHeader(*this, block);
   for (size_t i = 0; i < kMaxSections; ++i) {
     if (HasChecksum(expected.sections[i])) {

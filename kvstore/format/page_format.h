@@ -43,6 +43,7 @@ struct BlockIdentity {
   PrefixHash hash{};
   uint64_t generation = 0;  // number of this sealing; no two sealings of a store are equal
   std::array<int32_t, kBlockTokens> tokens{};
+  PrefixHash owner{};  // HashOwner of the tenant; zeros: not known, as releases before it wrote
 };
 
 // Name of a page, the same on every rank of every degree.
@@ -74,6 +75,8 @@ class ExtentFormat {
   void WriteHeader(const BlockIdentity& block, absl::Span<std::byte> extent) const;
   // Whether an extent begins like a header, sound or not; and makes it one that does not.
   static bool HasHeader(absl::Span<const std::byte> extent);
+  // The owner in a sound header.
+  static PrefixHash OwnerOf(absl::Span<const std::byte> extent);
   static void RemoveHeader(absl::Span<std::byte> extent);
   // Reads the first 4 KiB of an extent. DATA_LOSS when they are damaged or no header,
   // FAILED_PRECONDITION when they belong to another version, byte order, model, shard or shape.

@@ -36,6 +36,7 @@ class FollowedStore : public Tier {
 
   void Write(std::vector<TierWrite> writes) override;
   void Read(std::vector<TierRead> reads) override;
+  bool Erase(TierErase erase) override;
   TierEvents Poll() override;
   void Wait() override;
   bool ExpectsBlocks() const override;
@@ -125,6 +126,19 @@ void FollowedStore::Read(std::vector<TierRead> reads) {
   wake_.NotifyAll();
 }
 
+// The owner of the store overwrites them.
+bool FollowedStore::Erase(TierErase erase) {
+  MutexLock lock(mu_);
+  absl::erase_if(table_, [&](const auto& entry) {
+    if (!erase.Covers(entry.second.block)) return false;
+    events_.forgotten.push_back(entry.first);
+    return true;
+  });
+  events_.erased.push_back({.ticket = erase.ticket, .status = {}});
+  happened_.NotifyAll();
+  return true;
+}
+
 TierEvents FollowedStore::Poll() {
   MutexLock lock(mu_);
   return std::exchange(events_, {});
@@ -133,7 +147,7 @@ TierEvents FollowedStore::Poll() {
 void FollowedStore::Wait() {
   MutexLock lock(mu_);
   while ((under_way_ > 0 || !expected_.empty()) && events_.completions.empty() &&
-         events_.forgotten.empty() && events_.found.empty()) {
+         events_.forgotten.empty() && events_.found.empty() && events_.erased.empty()) {
     happened_.Wait(mu_);
   }
 }

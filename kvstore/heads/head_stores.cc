@@ -31,6 +31,34 @@ void HeadStores::Read(std::vector<TierRead> reads) {
   }
 }
 
+void HeadStores::Pin(absl::Span<const PrefixHash> blocks) {
+  for (const auto& head : heads_) head->Pin(blocks);
+}
+
+void HeadStores::Unpin(absl::Span<const PrefixHash> blocks) {
+  for (const auto& head : heads_) head->Unpin(blocks);
+}
+
+bool HeadStores::Erase(TierErase erase) {
+  erasing_[erase.ticket] = {.left = heads_.size(), .sums = {.ticket = erase.ticket, .status = {}}};
+  for (size_t i = 0; i < heads_.size(); ++i) {
+    ++in_flight_[i];
+    KVASIR_CHECK(heads_[i]->Erase(erase));
+  }
+  return true;
+}
+
+void HeadStores::EndErase(size_t head, const TierErased& erased) {
+  --in_flight_[head];
+  Erasing& erasing = erasing_.at(erased.ticket);
+  erasing.sums.status.Update(erased.status);
+  erasing.sums.blocks = std::max(erasing.sums.blocks, erased.blocks);
+  erasing.sums.bytes += erased.bytes;
+  if (--erasing.left > 0) return;
+  events_.erased.push_back(std::move(erasing.sums));
+  erasing_.erase(erased.ticket);
+}
+
 void HeadStores::End(size_t head, TierCompletion completion) {
   --in_flight_[head];
   const auto it = requests_.find(completion.ticket);
@@ -51,6 +79,7 @@ void HeadStores::Collect() {
   for (size_t i = 0; i < heads_.size(); ++i) {
     TierEvents events = heads_[i]->Poll();
     for (TierCompletion& completion : events.completions) End(i, std::move(completion));
+    for (const TierErased& erased : events.erased) EndErase(i, erased);
     std::move(events.forgotten.begin(), events.forgotten.end(),
               std::back_inserter(events_.forgotten));
   }
@@ -64,7 +93,8 @@ TierEvents HeadStores::Poll() {
 void HeadStores::Wait() {
   for (;;) {
     Collect();
-    if (!events_.completions.empty() || !events_.forgotten.empty()) return;
+    const bool has_event = !events_.completions.empty() || !events_.forgotten.empty();
+    if (has_event || !events_.erased.empty()) return;
     const auto busy =
         std::find_if(in_flight_.begin(), in_flight_.end(), [](int64_t count) { return count > 0; });
     if (busy == in_flight_.end()) return;

@@ -23,6 +23,9 @@ class HeadStores : public Tier {
 
   void Write(std::vector<TierWrite> writes) override;
   void Read(std::vector<TierRead> reads) override;
+  void Pin(absl::Span<const PrefixHash> blocks) override;
+  void Unpin(absl::Span<const PrefixHash> blocks) override;
+  bool Erase(TierErase erase) override;
   TierEvents Poll() override;
   void Wait() override;
   const ExtentFormat& format() const override { return format_; }
@@ -44,11 +47,17 @@ class HeadStores : public Tier {
   // Takes the events of the heads into events_.
   void Collect();
   void End(size_t head, TierCompletion completion);
+  void EndErase(size_t head, const TierErased& erased);
 
   const ExtentFormat format_;
   const std::vector<std::unique_ptr<Tier>> heads_;
   std::vector<int64_t> in_flight_;                   // [head]
   absl::flat_hash_map<uint64_t, Request> requests_;  // by ticket
+  struct Erasing {
+    size_t left = 0;  // heads that have not ended it
+    TierErased sums;
+  };
+  absl::flat_hash_map<uint64_t, Erasing> erasing_;  // by ticket
   TierEvents events_;
 };
 

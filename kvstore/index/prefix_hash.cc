@@ -68,6 +68,12 @@ class FieldHasher {
 
 }  // namespace
 
+PrefixHash HashOwner(absl::string_view tenant) {
+  FieldHasher hasher("kvasir block owner");
+  hasher.Add(Tag::kTenant, tenant);
+  return hasher.Finish();
+}
+
 PrefixHash HashScope(const PrefixScope& scope) {
   FieldHasher hasher("kvasir prefix scope");
   hasher.Add(Tag::kTenant, scope.tenant);

@@ -20,7 +20,8 @@ struct Record {
   // Set while the block is cached: its place in the tree of prefixes.
   bool cached = false;
   PrefixHash hash{};
-  PrefixHash scope{};        // set in a first block
+  PrefixHash scope{};  // set in a first block, as the owner is
+  PrefixHash owner{};
   Record* parent = nullptr;  // null for a first block
   std::array<int32_t, kBlockTokens> tokens{};
   std::vector<Record*> children;  // cached blocks that continue this one
@@ -46,6 +47,8 @@ class PrefixIndexImpl : public PrefixIndex, private BlockOwner {
   int64_t available_blocks() const override { return capacity_ - held_; }
   bool Publish(const FullBlock& full) override;
   std::vector<BlockId> TakeDropped() override { return std::exchange(dropped_, {}); }
+  bool EvictIdle(BlockId id) override;
+  void LoseOwned(const PrefixHash* owner) override;
   void Lost(BlockId id) override;
   PrefixIndexStats stats() const override;
   absl::Status CheckIntegrity() const override;
@@ -57,7 +60,7 @@ class PrefixIndexImpl : public PrefixIndex, private BlockOwner {
   // holds.
   void OnHeld(Record* record);
   void OnReleased(Record* record);
-  void Evict();
+  void Evict(Record& victim);
   // Returns the cached block that `block` is or equals. Null when there is none.
   Record* Canonical(const Block& block);
   void LeaveParent(Record& record);
@@ -112,7 +115,7 @@ absl::StatusOr<Block> PrefixIndexImpl::Allocate() {
           absl::StrCat("need 1 block, ", held_, " of ", capacity_,
                        " are held; raise kv_host_size_gb or run fewer or shorter requests"));
     }
-    Evict();
+    Evict(*idle_.front());
   }
   const BlockId id(next_id_++);
   Record& record = records_[id];
@@ -140,6 +143,7 @@ bool PrefixIndexImpl::Publish(const FullBlock& full) {
   record.cached = true;
   record.hash = full.hash;
   record.scope = parent == nullptr ? full.parent : PrefixHash{};
+  record.owner = parent == nullptr ? full.owner : PrefixHash{};
   record.parent = parent;
   std::copy(full.tokens.begin(), full.tokens.end(), record.tokens.begin());
   cached_[full.hash] = &record;
@@ -171,6 +175,22 @@ void PrefixIndexImpl::Lost(BlockId id) {
     if (was_held) --held_;
     Drop(*record);
   }
+}
+
+bool PrefixIndexImpl::EvictIdle(BlockId id) {
+  const auto it = records_.find(id);
+  if (it == records_.end() || it->second.held() || !it->second.children.empty()) return false;
+  Evict(it->second);
+  return true;
+}
+
+void PrefixIndexImpl::LoseOwned(const PrefixHash* owner) {
+  std::vector<BlockId> first;
+  for (const auto& [id, record] : records_) {
+    const bool is_first = record.cached && record.parent == nullptr;
+    if (is_first && (owner == nullptr || record.owner == *owner)) first.push_back(id);
+  }
+  for (const BlockId id : first) Lost(id);
 }
 
 PrefixIndexStats PrefixIndexImpl::stats() const {
@@ -224,10 +244,9 @@ void PrefixIndexImpl::OnReleased(Record* record) {
   }
 }
 
-void PrefixIndexImpl::Evict() {
-  Record& victim = *idle_.front();
+void PrefixIndexImpl::Evict(Record& victim) {
   KVASIR_CHECK(victim.children.empty());
-  idle_.pop_front();
+  idle_.erase(victim.idle_position);
   LeaveParent(victim);
   Uncache(victim);
   Drop(victim);

@@ -39,6 +39,8 @@ struct PrefixScope {
   std::string prefill_policy;  // canonical bytes of the prefill part of the policy
 };
 
+// Returns the name of a tenant in headers of blocks: its blocks of all scopes.
+PrefixHash HashOwner(absl::string_view tenant);
 // Returns the first link of a chain.
 PrefixHash HashScope(const PrefixScope& scope);
 // The link of a full block of tokens after `parent`. `decode_policy` is empty except for blocks
@@ -74,6 +76,7 @@ struct FullBlock {
   const PrefixHash& parent;          // chain value before it; the scope's before the first one
   const PrefixHash& hash;            // chain value after it
   absl::Span<const int32_t> tokens;  // kBlockTokens of them
+  PrefixHash owner{};                // HashOwner of the tenant
 };
 
 struct PrefixIndexStats {
@@ -113,6 +116,10 @@ class PrefixIndex {
   virtual bool Publish(const FullBlock& full) = 0;
   // Returns the ids released since the last call: no rank need keep them.
   virtual std::vector<BlockId> TakeDropped() = 0;
+  // Makes room of an idle block that no cached one continues. False for any other.
+  virtual bool EvictIdle(BlockId id) = 0;
+  // No block of the owner is a hit any more; null: of any owner.
+  virtual void LoseOwned(const PrefixHash* owner) = 0;
   // A rank lost the block, or never had it: neither the block nor one that continues it is a hit
   // any more. Ignores unknown ids.
   virtual void Lost(BlockId id) = 0;

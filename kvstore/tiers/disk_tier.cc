@@ -37,6 +37,9 @@ class DiskTier : public Tier {
 
   void Write(std::vector<TierWrite> writes) override;
   void Read(std::vector<TierRead> reads) override;
+  void Pin(absl::Span<const PrefixHash> blocks) override;
+  void Unpin(absl::Span<const PrefixHash> blocks) override;
+  bool Erase(TierErase erase) override;
   TierEvents Poll() override;
   void Wait() override;
   const ExtentFormat& format() const override {
@@ -101,6 +104,24 @@ void DiskTier::Read(std::vector<TierRead> reads) {
   state_.wake_reader.NotifyAll();
 }
 
+void DiskTier::Pin(absl::Span<const PrefixHash> blocks) {
+  MutexLock lock(state_.mu);
+  for (const PrefixHash& hash : blocks) state_.table.Pin(hash);
+}
+
+void DiskTier::Unpin(absl::Span<const PrefixHash> blocks) {
+  MutexLock lock(state_.mu);
+  for (const PrefixHash& hash : blocks) state_.table.Unpin(hash);
+}
+
+bool DiskTier::Erase(TierErase erase) {
+  MutexLock lock(state_.mu);
+  ++state_.under_way;
+  state_.erases.push_back(std::move(erase));
+  state_.wake_writer.NotifyAll();
+  return true;
+}
+
 TierEvents DiskTier::Poll() {
   MutexLock lock(state_.mu);
   return std::exchange(state_.events, {});
@@ -109,7 +130,7 @@ TierEvents DiskTier::Poll() {
 void DiskTier::Wait() {
   MutexLock lock(state_.mu);
   while (state_.under_way > 0 && state_.events.completions.empty() &&
-         state_.events.forgotten.empty()) {
+         state_.events.forgotten.empty() && state_.events.erased.empty()) {
     state_.happened.Wait(state_.mu);
   }
 }

@@ -88,6 +88,8 @@ void DiskTierReader::ReadBatch(absl::Span<const TierRead> reads) {
 void DiskTierReader::FinishRead(const TierRead& read, const ExtentTable::Extent& found,
                                 IoRequest request, absl::Status status) {
   status = ReadOne(found.block, request, std::move(status));
+  BlockIdentity block = found.block;
+  if (status.ok()) block.owner = ExtentFormat::OwnerOf(request.memory);  // manifests do not say it
   if (status.ok() && state_.part.has_value()) state_.part->Scatter(request.memory, read.extent);
   MutexLock lock(state_.mu);
   // Another read of the block may have found it damaged.
@@ -100,7 +102,7 @@ void DiskTierReader::FinishRead(const TierRead& read, const ExtentTable::Extent&
     spdlog::error("disk tier {}: block forgotten: {}", state_.options.directory, status.ToString());
     if (is_here) state_.Forget(read.hash);
   }
-  state_.Complete({.ticket = read.ticket, .status = std::move(status), .block = found.block});
+  state_.Complete({.ticket = read.ticket, .status = std::move(status), .block = block});
 }
 
 absl::Status DiskTierReader::ReadOne(const BlockIdentity& block, IoRequest request,

@@ -52,6 +52,7 @@ struct DiskTierState {
   ExtentTable table GUARDED_BY(mu);
   std::deque<TierWrite> writes GUARDED_BY(mu);
   std::deque<TierRead> reads GUARDED_BY(mu);
+  std::deque<TierErase> erases GUARDED_BY(mu);
   std::vector<ExtentTable::Removal> removals GUARDED_BY(mu);
   int64_t under_way GUARDED_BY(mu) = 0;  // requests without a completion
   TierEvents events GUARDED_BY(mu);

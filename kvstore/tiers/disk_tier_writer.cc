@@ -1,6 +1,9 @@
 #include "kvstore/tiers/disk_tier_writer.h"
 
 #include <algorithm>
+#include <deque>
+#include <memory>
+#include <set>
 #include <utility>
 
 #include "absl/container/flat_hash_set.h"
@@ -23,16 +26,19 @@ DiskTierWriter::DiskTierWriter(DiskTierState& state, std::unique_ptr<Manifest> m
 void DiskTierWriter::Run() {
   state_.mu.Lock();
   for (;;) {
-    while (!state_.stop && state_.writes.empty() && state_.removals.empty()) {
+    while (!state_.stop && state_.writes.empty() && state_.removals.empty() &&
+           state_.erases.empty()) {
       state_.wake_writer.Wait(state_.mu);
     }
     const bool stopping = state_.stop;
     const std::vector<ExtentTable::Removal> removals = std::exchange(state_.removals, {});
     std::vector<TierWrite> group;
     if (!stopping) group = TakeGroup();
+    const std::deque<TierErase> erases = std::exchange(state_.erases, {});
     state_.mu.Unlock();
     Remove(removals);
     if (!group.empty()) WriteGroup(std::move(group));
+    for (const TierErase& erase : erases) CarryOut(erase);
     state_.mu.Lock();
     if (stopping) break;
   }
@@ -218,6 +224,79 @@ void DiskTierWriter::Remove(absl::Span<const ExtentTable::Removal> removals) {
   }
   for (const ExtentTable::Removal& removal : removals) state_.segments.Free(removal.place);
 }
+
+// --- erasing ------------------------------------------------------------------------------------
+
+void DiskTierWriter::CarryOut(const TierErase& erase) {
+  TierErased erased = {.ticket = erase.ticket, .status = {}};
+  erased.status = EraseBlocks(erase, erased);
+  if (!erased.status.ok()) {
+    spdlog::error("disk tier {}: not erased: {}", state_.options.directory,
+                  erased.status.ToString());
+  }
+  MutexLock lock(state_.mu);
+  state_.events.erased.push_back(std::move(erased));
+  --state_.under_way;
+  state_.happened.NotifyAll();
+}
+
+absl::Status DiskTierWriter::EraseBlocks(const TierErase& erase, TierErased& erased) {
+  KVASIR_RETURN_IF_ERROR(
+      state_.options.io->CheckLock(*state_.lock, LockPath(state_.options.directory)));
+  if (manifest_failed_) KVASIR_RETURN_IF_ERROR(ReopenManifest());
+  std::vector<ExtentTable::Removal> removals;
+  std::vector<Place> places;
+  std::set<Place> used;
+  const std::vector<ExtentTable::Extent> covered = Covered(erase);
+  {
+    MutexLock lock(state_.mu);
+    for (const ExtentTable::Extent& extent : covered) {
+      while (state_.table.HasReader(extent.block.hash)) state_.happened.Wait(state_.mu);
+      places.push_back(extent.place);
+      state_.Forget(extent.block.hash);
+    }
+    removals = std::exchange(state_.removals, {});
+    for (const ExtentTable::Extent& extent : state_.table.Extents()) used.insert(extent.place);
+  }
+  const absl::Status overwritten = state_.segments.Overwrite(*queue_, places);
+  Remove(removals);
+  KVASIR_RETURN_IF_ERROR(overwritten);
+  if (manifest_failed_) return absl::UnavailableError("the records of the blocks are not removed");
+  KVASIR_RETURN_IF_ERROR(state_.segments.OverwriteAllBut(*queue_, used));
+  KVASIR_RETURN_IF_ERROR(manifest_->Purge());
+  erased.blocks = std::ssize(places);
+  erased.bytes = erased.blocks * state_.format.extent_bytes();
+  return absl::OkStatus();
+}
+
+std::vector<ExtentTable::Extent> DiskTierWriter::Covered(const TierErase& erase) {
+  std::vector<ExtentTable::Extent> all;
+  {
+    MutexLock lock(state_.mu);
+    all = state_.table.Extents();
+  }
+  if (!erase.owner.has_value()) {
+    std::erase_if(all, [&](const auto& extent) { return !erase.Covers(extent.block); });
+    return all;
+  }
+  const absl::StatusOr<ExtentMemory> memory = ExtentMemory::Allocate(1, kExtentHeaderBytes);
+  // A header that cannot be read may be anybody's.
+  std::erase_if(all, [&](const ExtentTable::Extent& extent) {
+    const std::shared_ptr<File> file = state_.segments.file(extent.place.segment);
+    if (!memory.ok() || file == nullptr) return false;
+    IoRequest request = {.op = IoRequest::Op::kRead,
+                         .file = file.get(),
+                         .offset = extent.place.offset,
+                         .memory = (*memory)[0],
+                         .result = 0};
+    if (!RunFully(*queue_, absl::MakeSpan(&request, 1))[0].ok()) return false;
+    const absl::StatusOr<BlockIdentity> block = state_.format.ReadHeader((*memory)[0]);
+    return block.ok() && !erase.Covers(*block);
+  });
+  return all;
+}
+
+// --- failures -----------------------------------------------------------------------------------
 
 void DiskTierWriter::TurnReadOnly(const absl::Status& why) {
   MutexLock lock(state_.mu);

@@ -45,6 +45,10 @@ class DiskTierWriter {
   // Returns the number of blocks evicted.
   int64_t EvictOldest(int64_t bytes);
   void Remove(absl::Span<const ExtentTable::Removal> removals);
+  void CarryOut(const TierErase& erase);
+  absl::Status EraseBlocks(const TierErase& erase, TierErased& erased);
+  // Returns the blocks of the table that the order covers, whose headers say whose they are.
+  std::vector<ExtentTable::Extent> Covered(const TierErase& erase);
   void TurnReadOnly(const absl::Status& why);
   void TurnWritable();
 

@@ -16,14 +16,15 @@ void ExtentTable::Add(const ManifestRecord& record) {
   entry.extent = {.block = record.block,
                   .place = {.segment = record.segment, .offset = record.offset}};
   entry.last_use = record.last_use;
-  entry.lru = lru_.insert(lru_.end(), record.block.hash);
+  std::list<PrefixHash>& order = OrderOf(record.block.hash);
+  entry.lru = order.insert(order.end(), record.block.hash);
 }
 
 std::optional<ExtentTable::Removal> ExtentTable::Remove(const PrefixHash& hash) {
   const auto it = entries_.find(hash);
   if (it == entries_.end()) return std::nullopt;
   const Removal removal = {.hash = hash, .place = it->second.extent.place};
-  lru_.erase(it->second.lru);
+  OrderOf(hash).erase(it->second.lru);
   entries_.erase(it);
   return removal;
 }
@@ -47,7 +48,8 @@ bool ExtentTable::Touch(const PrefixHash& hash) {
   Entry& entry = it->second;
   entry.last_use = next_use_++;
   if (!std::exchange(entry.touched, true)) touched_.push_back(hash);
-  lru_.splice(lru_.end(), lru_, entry.lru);
+  std::list<PrefixHash>& order = OrderOf(hash);
+  order.splice(order.end(), order, entry.lru);
   return true;
 }
 
@@ -74,6 +76,30 @@ bool ExtentTable::EndRead(const BlockIdentity& block) {
   if (it == entries_.end() || it->second.extent.block.generation != block.generation) return false;
   --it->second.readers;
   return true;
+}
+
+void ExtentTable::Pin(const PrefixHash& hash) {
+  if (!pins_.insert(hash).second) return;
+  const auto it = entries_.find(hash);
+  if (it != entries_.end()) pinned_lru_.splice(pinned_lru_.end(), lru_, it->second.lru);
+}
+
+void ExtentTable::Unpin(const PrefixHash& hash) {
+  if (pins_.erase(hash) == 0) return;
+  const auto it = entries_.find(hash);
+  if (it != entries_.end()) lru_.splice(lru_.end(), pinned_lru_, it->second.lru);
+}
+
+std::vector<ExtentTable::Extent> ExtentTable::Extents() const {
+  std::vector<Extent> extents;
+  extents.reserve(entries_.size());
+  for (const auto& [hash, entry] : entries_) extents.push_back(entry.extent);
+  return extents;
+}
+
+bool ExtentTable::HasReader(const PrefixHash& hash) const {
+  const auto it = entries_.find(hash);
+  return it != entries_.end() && it->second.readers > 0;
 }
 
 std::vector<PrefixHash> ExtentTable::ToEvict(int64_t count) const {

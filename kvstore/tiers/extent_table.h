@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 
 #include "kvstore/format/page_format.h"
 #include "kvstore/tiers/manifest.h"
@@ -52,8 +53,15 @@ class ExtentTable {
   std::optional<Extent> BeginRead(const PrefixHash& hash);
   // Returns false when the block that BeginRead found is gone.
   bool EndRead(const BlockIdentity& block);
-  // Returns the least recently used blocks that have no reader, at most `count`.
+  // Returns the least recently used blocks that have no reader and no pin, at most `count`.
   std::vector<PrefixHash> ToEvict(int64_t count) const;
+  // Keeps the block out of ToEvict, now or once it is added; and no longer.
+  void Pin(const PrefixHash& hash);
+  void Unpin(const PrefixHash& hash);
+
+  // Returns all extents.
+  std::vector<Extent> Extents() const;
+  bool HasReader(const PrefixHash& hash) const;
 
  private:
   struct Entry {
@@ -64,8 +72,15 @@ class ExtentTable {
     std::list<PrefixHash>::iterator lru;
   };
 
+  // The order of use that the block is in: of those that may go, or of the pinned ones.
+  std::list<PrefixHash>& OrderOf(const PrefixHash& hash) {
+    return pins_.contains(hash) ? pinned_lru_ : lru_;
+  }
+
   absl::flat_hash_map<PrefixHash, Entry> entries_;
   std::list<PrefixHash> lru_;  // least recently used first
+  std::list<PrefixHash> pinned_lru_;
+  absl::flat_hash_set<PrefixHash> pins_;
   uint64_t next_use_;
   std::vector<PrefixHash> touched_;
 };

@@ -1,12 +1,19 @@
 #include "kvstore/tiers/host_slab.h"
 
+#include <cstring>
+
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::kvstore {
 
 HostSlab::HostSlab(const ExtentFormat& format, int64_t num_extents, FreedMemory freed,
                    std::byte* memory)
-    : format_(format), base_(memory), freed_(freed), taken_(static_cast<size_t>(num_extents)) {
+    : format_(format),
+      base_(memory),
+      freed_(freed),
+      taken_(static_cast<size_t>(num_extents)),
+      stale_(static_cast<size_t>(num_extents)),
+      wipes_(static_cast<size_t>(num_extents)) {
   for (int64_t extent = num_extents - 1; extent >= 0; --extent) free_.push_back(extent);
   MarkFreed(FreedMemory::kAsIs, base_, num_extents * format.extent_bytes());
 }
@@ -37,7 +44,38 @@ void HostSlab::Free(int64_t freed) {
   taken_[static_cast<size_t>(freed)] = false;
   free_.push_back(freed);
   ExtentFormat::RemoveHeader(extent(freed));
+  const bool wipes = wipes_[static_cast<size_t>(freed)] && is_stale(freed);
+  if (wipes) std::memset(extent(freed).data(), 0, extent(freed).size());
+  stale_[static_cast<size_t>(freed)] = !wipes;
+  wipes_[static_cast<size_t>(freed)] = false;
   MarkFreed(freed_, extent(freed).data(), format_.extent_bytes());
+}
+
+int64_t HostSlab::WipeFree(int64_t most_bytes) {
+  int64_t bytes = 0;
+  for (const int64_t idle : free_) {
+    if (bytes >= most_bytes) break;
+    if (!is_stale(idle)) continue;
+    MarkTaken(extent(idle).data(), format_.extent_bytes());
+    std::memset(extent(idle).data(), 0, extent(idle).size());
+    MarkFreed(freed_, extent(idle).data(), format_.extent_bytes());
+    stale_[static_cast<size_t>(idle)] = false;
+    bytes += format_.extent_bytes();
+  }
+  return bytes;
+}
+
+int64_t HostSlab::WipeTaken(int64_t taken) {
+  KVASIR_CHECK(this->taken(taken));
+  const absl::Span<std::byte> checksums(
+      At(taken, format_.checksums_offset()),
+      static_cast<size_t>(format_.bounds_offset() - format_.checksums_offset()));
+  std::memset(extent(taken).data(), 0, static_cast<size_t>(kExtentHeaderBytes));
+  std::memset(checksums.data(), 0, checksums.size());
+  std::memset(At(taken, format_.pages_offset()), 0,
+              static_cast<size_t>(format_.extent_bytes() - format_.pages_offset()));
+  stale_[static_cast<size_t>(taken)] = false;
+  return format_.extent_bytes() - format_.pages_offset();
 }
 
 }  // namespace kvasir::kvstore

@@ -25,6 +25,22 @@ class HostSlab {
   int64_t Take();
   void Free(int64_t extent);
 
+  // --- bytes of blocks that are gone
+
+  // An extent that nobody has taken holds some.
+  void MarkStale(int64_t extent) { stale_[static_cast<size_t>(extent)] = true; }
+  // All bytes of a taken extent are those of its block.
+  void MarkWhole(int64_t extent) { stale_[static_cast<size_t>(extent)] = false; }
+  // Overwrites stale extents that are not taken, about `most_bytes`. Returns the number of bytes;
+  // 0: there are none left.
+  int64_t WipeFree(int64_t most_bytes);
+  // Overwrites what a taken extent holds of earlier blocks, except bounds: a block that is written
+  // has its own there. Returns the number of bytes.
+  int64_t WipeTaken(int64_t extent);
+  // The extent is overwritten when it is freed, unless it is marked whole before.
+  bool is_stale(int64_t extent) const { return stale_[static_cast<size_t>(extent)]; }
+  void WipeWhenFreed(int64_t extent) { wipes_[static_cast<size_t>(extent)] = true; }
+
   // Aligned to kExtentAlignment.
   absl::Span<std::byte> extent(int64_t extent) const {
     return {base_ + extent * format_.extent_bytes(), static_cast<size_t>(format_.extent_bytes())};
@@ -50,6 +66,8 @@ class HostSlab {
   std::byte* base_ = nullptr;
   FreedMemory freed_ = FreedMemory::kAsIs;
   std::vector<bool> taken_;
+  std::vector<bool> stale_;  // holds bytes of a block that is gone
+  std::vector<bool> wipes_;  // is overwritten when it is freed
   std::vector<int64_t> free_;
 };
 

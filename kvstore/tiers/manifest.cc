@@ -89,6 +89,7 @@ class RocksManifest : public Manifest {
   absl::Status Start(absl::string_view fingerprint);
   absl::Status Commit(absl::Span<const ManifestRecord> put,
                       absl::Span<const PrefixHash> removed) override;
+  absl::Status Purge() override;
   absl::StatusOr<std::vector<ManifestRecord>> Load() override;
   uint64_t epoch() const override { return epoch_; }
 
@@ -142,6 +143,14 @@ absl::Status RocksManifest::Commit(absl::Span<const ManifestRecord> put,
     batch.Put(key, Encode(key, record));
   }
   return Write(batch);
+}
+
+absl::Status RocksManifest::Purge() {
+  // The log is begun again after the flush, and tables without removed records replace all others.
+  KVASIR_RETURN_IF_ERROR(FromRocks(db_->Flush(rocksdb::FlushOptions())));
+  rocksdb::CompactRangeOptions all;
+  all.bottommost_level_compaction = rocksdb::BottommostLevelCompaction::kForceOptimized;
+  return FromRocks(db_->CompactRange(all, nullptr, nullptr));
 }
 
 absl::StatusOr<std::vector<ManifestRecord>> RocksManifest::Load() {

@@ -30,6 +30,8 @@ class Manifest {
   // After an error the manifest may refuse everything until it is opened again.
   virtual absl::Status Commit(absl::Span<const ManifestRecord> put,
                               absl::Span<const PrefixHash> removed) = 0;
+  // Rewrites its files without what was removed or replaced.
+  virtual absl::Status Purge() = 0;
   // Returns all records that are intact.
   virtual absl::StatusOr<std::vector<ManifestRecord>> Load() = 0;
   // Number of times the store has been opened, this time included: no two owners have the same.

@@ -1,6 +1,7 @@
 #include "kvstore/tiers/segment_files.h"
 
 #include <algorithm>
+#include <cstring>
 #include <set>
 #include <utility>
 
@@ -185,6 +186,30 @@ absl::Status SegmentFiles::WriteDurably(IoQueue& queue, absl::Span<const Place> 
   }
   for (const std::shared_ptr<File>& segment : files) KVASIR_RETURN_IF_ERROR(io_.Sync(*segment));
   return absl::OkStatus();
+}
+
+absl::Status SegmentFiles::Overwrite(IoQueue& queue, absl::Span<const Place> places) {
+  KVASIR_ASSIGN_OR_RETURN(const ExtentMemory memory, ExtentMemory::Allocate(1, extent_bytes_));
+  std::memset(memory[0].data(), 0, memory[0].size());
+  const std::vector<absl::Span<const std::byte>> zeros(places.size(), memory[0]);
+  return WriteDurably(queue, places, zeros);
+}
+
+absl::Status SegmentFiles::OverwriteAllBut(IoQueue& queue, const std::set<Place>& used) {
+  std::vector<Place> unused;
+  {
+    MutexLock lock(mu_);
+    for (const auto& [id, segment] : segments_) {
+      for (int64_t offset = 0; offset < segment.end; offset += extent_bytes_) {
+        const Place place = {.segment = id, .offset = offset};
+        if (used.contains(place) || io_.PunchHole(*segment.file, offset, extent_bytes_).ok()) {
+          continue;
+        }
+        unused.push_back(place);
+      }
+    }
+  }
+  return Overwrite(queue, unused);
 }
 
 void SegmentFiles::StopWritingTo(uint64_t segment) {

@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -58,6 +59,11 @@ class SegmentFiles {
   absl::StatusOr<std::vector<Place>> Append(IoQueue& queue,
                                             absl::Span<const absl::Span<const std::byte>> extents);
   void Free(Place place);
+  // Overwrites the places with zeros, durably; they stay in use.
+  absl::Status Overwrite(IoQueue& queue, absl::Span<const Place> places);
+  // Makes all places that are not among `used` read as zeros: those that were freed where the file
+  // system has no holes, and those that a crash left without a record.
+  absl::Status OverwriteAllBut(IoQueue& queue, const std::set<Place>& used);
   // Null when the segment is gone.
   std::shared_ptr<File> file(uint64_t segment) const;
   // Bytes that cannot be given to others.

@@ -7,9 +7,11 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 
@@ -41,6 +43,27 @@ struct TierCompletion {
   bool from_peer = false;
 };
 
+// Blocks that are overwritten and forgotten: those of an owner and those whose owner is not known,
+// some, or all.
+struct TierErase {
+  uint64_t ticket = 0;
+  std::optional<PrefixHash> owner = {};
+  std::optional<absl::flat_hash_set<PrefixHash>> blocks = {};  // neither: all
+
+  bool Covers(const BlockIdentity& block) const {
+    if (blocks.has_value()) return blocks->contains(block.hash);
+    return !owner.has_value() || block.owner == *owner || block.owner == PrefixHash{};
+  }
+};
+
+struct TierErased {
+  uint64_t ticket = 0;
+  // OK: no byte of the blocks can be read, nor of blocks that were forgotten before.
+  absl::Status status;
+  int64_t blocks = 0;
+  int64_t bytes = 0;  // overwritten
+};
+
 struct StoredBlock {
   PrefixHash hash{};
   std::array<int32_t, kBlockTokens> tokens{};
@@ -51,6 +74,7 @@ struct TierEvents {
   std::vector<TierCompletion> completions;
   std::vector<PrefixHash> forgotten;  // evicted or damaged
   std::vector<StoredBlock> found;     // stored by another process
+  std::vector<TierErased> erased;
 };
 
 // Counters since the tier was opened, unless said otherwise. Blocks count once, however many peers
@@ -93,6 +117,13 @@ class Tier {
   // The write of a block that is stored already completes as OK.
   virtual void Write(std::vector<TierWrite> writes) = 0;
   virtual void Read(std::vector<TierRead> reads) = 0;
+  // Lets these blocks stay when others give way, whether they are stored already or will be, until
+  // Unpin.
+  virtual void Pin(absl::Span<const PrefixHash> /*blocks*/) {}
+  virtual void Unpin(absl::Span<const PrefixHash> /*blocks*/) {}
+  // Begins to erase, after which TierEvents tells of it. False when the tier has nothing of its own
+  // to erase. REQUIRES: none of the blocks is being written.
+  virtual bool Erase(TierErase /*erase*/) { return false; }
   // Returns the events since the last call. Does not wait.
   virtual TierEvents Poll() = 0;
   // Waits until there is something to poll, or nothing is in flight.

@@ -36,7 +36,8 @@ inline KvShard SmallShard() {
 
 // A block called `name`: its whole content follows from name and generation.
 struct TestBlock {
-  TestBlock(const ExtentFormat& format, uint32_t name, uint64_t generation)
+  TestBlock(const ExtentFormat& format, uint32_t name, uint64_t generation,
+            const PrefixHash& owner = {})
       : buffer(kernels::HostBuffer::Allocate(format.extent_bytes() + kExtentAlignment).value()) {
     std::byte* data = buffer.data();
     data += -reinterpret_cast<uintptr_t>(data) % kExtentAlignment;
@@ -45,6 +46,7 @@ struct TestBlock {
     for (std::byte& byte : extent) byte = static_cast<std::byte>(rng());
     std::memcpy(identity.hash.data(), &name, sizeof(name));
     identity.generation = generation;
+    identity.owner = owner;
     identity.tokens.fill(static_cast<int32_t>(name));
     const kernels::KvLayout& layout = format.shard().layout;
     for (int64_t i = 0; i < layout.pages_per_block(); ++i) {
@@ -127,8 +129,9 @@ class TestStore {
   void Close() { tier.reset(); }
 
   // Each waits for its completion.
-  absl::Status Write(uint32_t name, uint64_t generation = 0) {
-    const TestBlock block(format, name, generation == 0 ? tier->first_generation() : generation);
+  absl::Status Write(uint32_t name, uint64_t generation = 0, const PrefixHash& owner = {}) {
+    const TestBlock block(format, name, generation == 0 ? tier->first_generation() : generation,
+                          owner);
     tier->Write({{.ticket = ++ticket_, .block = block.identity, .extent = block.extent}});
     return Await(ticket_).status;
   }
@@ -138,11 +141,20 @@ class TestStore {
     tier->Read({{.ticket = ++ticket_, .hash = HashOf(name), .extent = found.extent}});
     const TierCompletion completion = Await(ticket_);
     if (!completion.status.ok()) return completion.status;
-    const TestBlock expected(format, name, completion.block.generation);
+    const TestBlock expected(format, name, completion.block.generation, completion.block.owner);
     if (std::memcmp(expected.extent.data(), found.extent.data(), found.extent.size()) != 0) {
       ADD_FAILURE() << "block " << name << " came back with other bytes";
     }
     return absl::OkStatus();
+  }
+  TierErased Erase(TierErase erase) {
+    EXPECT_TRUE(tier->Erase(std::move(erase)));
+    for (;;) {
+      tier->Wait();
+      const TierEvents events = tier->Poll();
+      forgotten.insert(forgotten.end(), events.forgotten.begin(), events.forgotten.end());
+      if (!events.erased.empty()) return events.erased[0];
+    }
   }
   TierCompletion Await(uint64_t ticket) {
     for (;;) {

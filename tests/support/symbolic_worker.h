@@ -126,6 +126,8 @@ class SymbolicWorker {
   absl::Status Seal(const v1::BlockSeal& seal);
   absl::Status Free(uint32_t slot);
   absl::Status Persist(const v1::BlockPersist& persist);
+  // Forgets the stored blocks that the order covers.
+  void Erase(const v1::Erase& erase, v1::TierReport& report);
   absl::Status Restore(const v1::BlockRestore& restore);
   void EndWrite(const std::string& hash, v1::TierReport& report);
   void EndRead(uint64_t id, bool fails, v1::TierReport& report);
@@ -147,7 +149,9 @@ class SymbolicWorker {
   std::map<std::string, Stored> stored_;  // by prefix hash
   std::map<std::string, Stored> writes_;  // not yet there
   std::map<std::string, Stored> at_peer_;
-  std::vector<uint64_t> restores_;        // ids of blocks that are being read
+  std::map<std::string, std::string> owners_;  // of sealed blocks, by prefix hash
+  std::vector<v1::Erase> erases_;
+  std::vector<uint64_t> restores_;  // ids of blocks that are being read
   int64_t failing_reads_ = 0;
   int64_t sound_reads_ = 0;
   int64_t reads_done_ = 0;
@@ -213,7 +217,9 @@ inline absl::Status SymbolicWorker::Seal(const v1::BlockSeal& seal) {
   if (!block.prefix_hash.empty()) return Bad("seals a block twice", seal.block_id());
   if (block.fingerprint == 0) return Bad("seals a block that is not full", seal.block_id());
   if (seal.prefix_hash().size() != 32) return Bad("seals without a hash", seal.block_id());
+  if (seal.owner().size() != 32) return Bad("seals without an owner", seal.block_id());
   block.prefix_hash = seal.prefix_hash();
+  owners_[seal.prefix_hash()] = seal.owner();
   block.kept = true;
   return absl::OkStatus();
 }
@@ -388,6 +394,7 @@ inline absl::StatusOr<v1::StepReply> SymbolicWorker::Execute(const v1::StepPlan&
   for (const v1::BlockSeal& seal : plan.seals()) KVASIR_RETURN_IF_ERROR(Seal(seal));
   for (uint32_t slot : plan.free_slots()) KVASIR_RETURN_IF_ERROR(Free(slot));
   for (const v1::BlockPersist& persist : plan.persists()) KVASIR_RETURN_IF_ERROR(Persist(persist));
+  erases_.insert(erases_.end(), plan.erases().begin(), plan.erases().end());
   for (uint64_t id : plan.drop_blocks()) {
     const auto it = blocks_.find(id);
     if (it == blocks_.end()) continue;

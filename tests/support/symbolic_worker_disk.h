@@ -2,6 +2,7 @@
 // symbolic_worker.h, which every user includes.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -61,8 +62,8 @@ inline void SymbolicWorker::EndRead(uint64_t id, bool fails, v1::TierReport& rep
     ++reads_done_;
     return;
   }
-  restored.set_error_code(static_cast<int32_t>(fails ? absl::StatusCode::kDataLoss
-                                                     : absl::StatusCode::kNotFound));
+  restored.set_error_code(
+      static_cast<int32_t>(fails ? absl::StatusCode::kDataLoss : absl::StatusCode::kNotFound));
   if (found != stored_.end()) {
     report.add_forgotten(found->first);
     stored_.erase(found);
@@ -77,8 +78,25 @@ inline v1::TierReport SymbolicWorker::TakeOverDisk(const SymbolicWorker& other) 
   return report;
 }
 
+inline void SymbolicWorker::Erase(const v1::Erase& erase, v1::TierReport& report) {
+  v1::Erased& erased = *report.add_erased();
+  erased.set_id(erase.id());
+  for (auto it = stored_.begin(); it != stored_.end();) {
+    const auto& named = erase.blocks().prefix_hash();
+    const bool is_named = std::find(named.begin(), named.end(), it->first) != named.end();
+    if (!erase.all() && !is_named && (!erase.has_owner() || owners_[it->first] != erase.owner())) {
+      ++it;
+      continue;
+    }
+    report.add_forgotten(it->first);
+    erased.set_disk_blocks(erased.disk_blocks() + 1);
+    it = stored_.erase(it);
+  }
+}
+
 inline v1::TierReport SymbolicWorker::TakeTierReport(Disk how, uint64_t random) {
   v1::TierReport report;
+  for (const v1::Erase& erase : std::exchange(erases_, {})) Erase(erase, report);
   const auto chance = [&](uint64_t one_in) {
     random = Mix(random, one_in);
     return random % one_in == 0;

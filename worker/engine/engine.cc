@@ -146,7 +146,7 @@ bool Engine::MayBegin(const v1::StepPlan& plan) const {
   if (begun_ == finished_) return true;
   if (begun_ - finished_ == kMostSteps || !model_.backend().RunsAhead()) return false;
   if (!plan.free_slots().empty() || !plan.persists().empty() || !plan.drop_blocks().empty() ||
-      !plan.restores().empty() || !plan.starts().empty()) {
+      !plan.restores().empty() || !plan.starts().empty() || !plan.erases().empty()) {
     return false;
   }
   return std::all_of(plan.rows().begin(), plan.rows().end(), [this](const v1::StepRow& row) {
@@ -193,6 +193,8 @@ absl::Status Engine::CarryOut(const v1::StepPlan& plan, EngineStep& step) {
   for (const v1::BlockPersist& persist : plan.persists()) {
     KVASIR_RETURN_IF_ERROR(slots_->Persist(persist));
   }
+  for (const v1::Erase& erase : plan.erases()) KVASIR_RETURN_IF_ERROR(slots_->Erase(erase));
+  KVASIR_RETURN_IF_ERROR(slots_->PinDisk(plan));
   for (const uint64_t id : plan.drop_blocks()) {
     slots_->Drop(kernels::BlockId(static_cast<int64_t>(id)));
   }
@@ -429,6 +431,7 @@ v1::TierReport Engine::TakeTierReport() {
   for (const kvstore::RestoredBlock& restored : store_->TakeRestored()) {
     AddRestored(restored, report);
   }
+  for (const kvstore::ErasedBlocks& erased : store_->TakeErased()) AddErased(erased, report);
   AddChanges(store_->TakeStoredChanges(), report);
   return report;
 }

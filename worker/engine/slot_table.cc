@@ -25,13 +25,28 @@ absl::Status BadPlan(const Args&... args) {
   return absl::InternalError(absl::StrCat("wrong plan: ", args...));
 }
 
+absl::Status ParseHash(const std::string& bytes, kvstore::PrefixHash& hash) {
+  if (bytes.size() != hash.size()) {
+    return BadPlan("has a hash of ", bytes.size(), " bytes instead of ", hash.size());
+  }
+  std::copy(bytes.begin(), bytes.end(), hash.begin());
+  return absl::OkStatus();
+}
+
 absl::Status ParseHash(uint64_t block_id, const std::string& bytes, kvstore::PrefixHash& hash) {
   if (bytes.size() != hash.size()) {
     return BadPlan("gives block ", block_id, " a hash of ", bytes.size(), " bytes instead of ",
                    hash.size());
   }
-  std::copy(bytes.begin(), bytes.end(), hash.begin());
-  return absl::OkStatus();
+  return ParseHash(bytes, hash);
+}
+
+absl::StatusOr<std::vector<kvstore::PrefixHash>> ParseHashes(
+    const google::protobuf::RepeatedPtrField<std::string>& all) {
+  std::vector<kvstore::PrefixHash> hashes;
+  for (const std::string& bytes : all)
+    KVASIR_RETURN_IF_ERROR(ParseHash(bytes, hashes.emplace_back()));
+  return hashes;
 }
 
 // Converts the store's errors: its refusal of a plan's request means that the plan is wrong, except
@@ -140,10 +155,12 @@ absl::Status SlotTable::Seal(const v1::BlockSeal& seal) {
   }
   kvstore::PrefixHash hash;
   KVASIR_RETURN_IF_ERROR(ParseHash(seal.block_id(), seal.prefix_hash(), hash));
+  kvstore::PrefixHash owner{};
+  if (!seal.owner().empty()) KVASIR_RETURN_IF_ERROR(ParseHash(seal.owner(), owner));
   const auto tokens = absl::MakeConstSpan(sequence.tokens)
                           .subspan(static_cast<size_t>(open->second.index * kPageTokens),
                                    static_cast<size_t>(kPageTokens));
-  KVASIR_RETURN_IF_ERROR(FromStore(store_.Seal(open->first, hash, tokens)));
+  KVASIR_RETURN_IF_ERROR(FromStore(store_.Seal(open->first, hash, tokens, owner)));
   open_blocks_.erase(open);
   return absl::OkStatus();
 }
@@ -162,6 +179,29 @@ absl::Status SlotTable::Persist(const v1::BlockPersist& persist) {
   }
   const std::vector<int32_t> tokens(persist.tokens().begin(), persist.tokens().end());
   store_.Persist(ToBlockId(persist.block_id()), tokens);
+  return absl::OkStatus();
+}
+
+absl::Status SlotTable::Erase(const v1::Erase& erase) {
+  kvstore::TierErase order = {.ticket = erase.id()};
+  if (erase.what_case() == v1::Erase::WHAT_NOT_SET) {
+    return BadPlan("erases nothing that it names, in order ", erase.id());
+  }
+  if (erase.has_owner()) {
+    KVASIR_RETURN_IF_ERROR(ParseHash(erase.owner(), order.owner.emplace()));
+  } else if (erase.has_blocks()) {
+    KVASIR_ASSIGN_OR_RETURN(const auto hashes, ParseHashes(erase.blocks().prefix_hash()));
+    order.blocks.emplace(hashes.begin(), hashes.end());
+  }
+  store_.Erase(std::move(order));
+  return absl::OkStatus();
+}
+
+absl::Status SlotTable::PinDisk(const v1::StepPlan& plan) {
+  KVASIR_ASSIGN_OR_RETURN(const auto unpins, ParseHashes(plan.disk_unpins()));
+  KVASIR_ASSIGN_OR_RETURN(const auto pins, ParseHashes(plan.disk_pins()));
+  store_.UnpinBelow(unpins);
+  store_.PinBelow(pins);
   return absl::OkStatus();
 }
 

@@ -59,6 +59,8 @@ class SlotTable {
   absl::Status Seal(const v1::BlockSeal& seal);
   absl::Status Free(uint32_t slot);
   absl::Status Persist(const v1::BlockPersist& persist);
+  absl::Status Erase(const v1::Erase& erase);
+  absl::Status PinDisk(const v1::StepPlan& plan);
   void Drop(kernels::BlockId block) { store_.Drop(block); }
   // Returns the store's status, or an error if the plan is wrong.
   absl::Status Restore(const v1::BlockRestore& restore);

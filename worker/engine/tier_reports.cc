@@ -35,6 +35,18 @@ void AddRestored(const kvstore::RestoredBlock& restored, v1::TierReport& report)
   message.set_error_message(std::string(restored.status.message()));
 }
 
+void AddErased(const kvstore::ErasedBlocks& erased, v1::TierReport& report) {
+  v1::Erased& message = *report.add_erased();
+  message.set_id(erased.ticket);
+  message.set_host_blocks(static_cast<uint64_t>(erased.host_blocks));
+  message.set_host_bytes(static_cast<uint64_t>(erased.host_bytes));
+  message.set_disk_blocks(static_cast<uint64_t>(erased.below_blocks));
+  message.set_disk_bytes(static_cast<uint64_t>(erased.below_bytes));
+  message.set_blocks_in_use(static_cast<uint64_t>(erased.blocks_in_use));
+  message.set_error_code(static_cast<int32_t>(erased.status.code()));
+  message.set_error_message(std::string(erased.status.message()));
+}
+
 void AddChanges(const kvstore::StoredChanges& changes, v1::TierReport& report) {
   for (const kvstore::StoredBlock& block : changes.stored) AddStored(block, report);
   for (const kvstore::PrefixHash& hash : changes.forgotten) {

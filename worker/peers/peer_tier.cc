@@ -56,6 +56,15 @@ class PeerTierImpl final : public PeerTier, private kvstore::PeerHandler {
   kvstore::LentBlocks* lent_blocks() override { return &lent_; }
   void Write(std::vector<TierWrite> writes) override EXCLUDES(mu_);
   void Read(std::vector<TierRead> reads) override;
+  void Pin(absl::Span<const kvstore::PrefixHash> blocks) override {
+    if (disk_ != nullptr) disk_->Pin(blocks);
+  }
+  void Unpin(absl::Span<const kvstore::PrefixHash> blocks) override {
+    if (disk_ != nullptr) disk_->Unpin(blocks);
+  }
+  bool Erase(kvstore::TierErase erase) override {
+    return disk_ != nullptr && disk_->Erase(std::move(erase));
+  }
   TierEvents Poll() override EXCLUDES(mu_);
   void Wait() override {
     if (disk_ != nullptr) disk_->Wait();

@@ -32,6 +32,9 @@ class FailingManifest : public Manifest {
     if (fails_) return absl::UnavailableError("the manifest fails on purpose");
     return base_->Commit(put, removed);
   }
+  absl::Status Purge() override {
+    return fails_ ? absl::UnavailableError("the manifest fails on purpose") : base_->Purge();
+  }
   absl::StatusOr<std::vector<ManifestRecord>> Load() override { return base_->Load(); }
   uint64_t epoch() const override { return base_->epoch(); }
 
