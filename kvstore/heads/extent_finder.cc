@@ -65,7 +65,9 @@ FoundExtents ExtentFinder::Find() {
     --newer;
     if (segment.is_over) continue;
     LookAt(id, segment, found);
-    segment.is_over = newer >= kOpenSegments && !segment.unread;
+    segment.failed_looks = segment.unread ? segment.failed_looks + 1 : 0;
+    segment.is_over = newer >= kOpenSegments &&
+                      (!segment.unread || segment.failed_looks >= kMostFailedLooks);
     if (segment.is_over) segment.blank.clear();
   }
   return found;
@@ -100,7 +102,7 @@ void ExtentFinder::ReadHeaders(uint64_t id, Segment& segment, absl::Span<const i
   for (size_t i = 0; i < offsets.size(); ++i) {
     if (!read[i].ok()) {
       segment.unread = true;
-      segment.blank.push_back(offsets[i]);
+      if (segment.failed_looks + 1 < kMostFailedLooks) segment.blank.push_back(offsets[i]);
       continue;
     }
     const absl::StatusOr<BlockIdentity> block = format_.ReadHeader(headers_[i]);

@@ -35,12 +35,15 @@ struct FoundExtents {
 
 class ExtentFinder {
  public:
+  static constexpr int64_t kMostFailedLooks = 64;
+
   // The arguments outlive the finder. RESOURCE_EXHAUSTED when there is no memory.
   static absl::StatusOr<std::unique_ptr<ExtentFinder>> Create(FileIo& io,
                                                               const std::string& directory,
                                                               const ExtentFormat& format);
 
-  // Files and headers that cannot be opened or read are left for the next time.
+  // Files and headers that cannot be opened or read are left for the next time; headers for
+  // kMostFailedLooks times.
   FoundExtents Find();
   // Null when the segment is gone: its owner has evicted all of it.
   std::shared_ptr<File> file(uint64_t segment) const;
@@ -51,6 +54,7 @@ class ExtentFinder {
     int64_t places = 0;          // that were looked at
     std::vector<int64_t> blank;  // of these, without a header: offsets
     bool unread = false;         // its size or a header could not be read the last time
+    int64_t failed_looks = 0;    // how often in a row that was so
     bool is_over = false;        // nothing more is found in it
   };
 

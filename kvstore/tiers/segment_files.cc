@@ -9,6 +9,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
+#include "absl/time/clock.h"
 #include "spdlog/spdlog.h"
 
 #include "kernels/base/status_macros.h"
@@ -60,6 +61,9 @@ absl::Status SegmentFiles::Open() {
                      .live = 0,
                      .dead_bytes = 0};
   }
+  // Where the folder was emptied, those who still read its old files must not take new ones for
+  // them.
+  if (next_segment_ == 1) next_segment_ = static_cast<uint64_t>(absl::ToUnixMicros(absl::Now()));
   return absl::OkStatus();
 }
 
@@ -136,31 +140,39 @@ absl::StatusOr<std::vector<Place>> SegmentFiles::Append(
 
 absl::StatusOr<std::vector<Place>> SegmentFiles::GivePlaces(size_t count) {
   std::vector<Place> places;
-  absl::Status status;
-  {
-    MutexLock lock(mu_);
-    while (places.size() < count) {
-      const auto open = segments_.find(open_segment_);
-      if (open == segments_.end() || open->second.end + extent_bytes_ > segment_bytes_) {
-        status = StartSegment();
-        if (!status.ok()) break;
-      }
-      Segment& segment = segments_[open_segment_];
-      places.push_back({.segment = open_segment_, .offset = segment.end});
-      segment.end += extent_bytes_;
-      ++segment.live;
-      used_bytes_ += extent_bytes_;
-    }
+  for (;;) {
+    AddPlaces(count, places);
+    if (places.size() == count) return places;
+    const absl::Status started = StartSegment();
+    if (started.ok()) continue;
+    for (const Place& place : places) Free(place);
+    return started;
   }
-  if (status.ok()) return places;
-  for (const Place& place : places) Free(place);
-  return status;
 }
 
+void SegmentFiles::AddPlaces(size_t count, std::vector<Place>& places) {
+  MutexLock lock(mu_);
+  const auto open = segments_.find(open_segment_);
+  if (open == segments_.end()) return;
+  Segment& segment = open->second;
+  while (places.size() < count && segment.end + extent_bytes_ <= segment_bytes_) {
+    places.push_back({.segment = open_segment_, .offset = segment.end});
+    segment.end += extent_bytes_;
+    ++segment.live;
+    used_bytes_ += extent_bytes_;
+  }
+}
+
+// Without mu_ while the file system works: reads of other segments go on.
 absl::Status SegmentFiles::StartSegment() {
-  const uint64_t id = next_segment_++;
+  uint64_t id = 0;
+  {
+    MutexLock lock(mu_);
+    id = next_segment_++;
+  }
   KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<File> file, io_.Open(Path(id), FileIo::Mode::kCreate));
   KVASIR_RETURN_IF_ERROR(io_.SyncDirectory(directory_));
+  MutexLock lock(mu_);
   segments_[id].file = std::move(file);
   open_segment_ = id;
   return absl::OkStatus();

@@ -78,8 +78,10 @@ class SegmentFiles {
   };
 
   std::string Path(uint64_t segment) const;
-  absl::Status StartSegment() REQUIRES(mu_);
-  absl::StatusOr<std::vector<Place>> GivePlaces(size_t count);
+  absl::Status StartSegment() EXCLUDES(mu_);
+  absl::StatusOr<std::vector<Place>> GivePlaces(size_t count) EXCLUDES(mu_);
+  // Adds places of the open segment until there are `count`, or it is full.
+  void AddPlaces(size_t count, std::vector<Place>& places) EXCLUDES(mu_);
   absl::Status WriteDurably(IoQueue& queue, absl::Span<const Place> places,
                             absl::Span<const absl::Span<const std::byte>> extents);
   void StopWritingTo(uint64_t segment);
@@ -92,7 +94,7 @@ class SegmentFiles {
   mutable kernels::Mutex mu_;
   std::map<uint64_t, Segment> segments_ GUARDED_BY(mu_);
   uint64_t open_segment_ GUARDED_BY(mu_) = 0;  // segment that Append continues; 0: none
-  uint64_t next_segment_ GUARDED_BY(mu_) = 1;
+  uint64_t next_segment_ GUARDED_BY(mu_) = 1;  // higher than any before
   int64_t used_bytes_ GUARDED_BY(mu_) = 0;
 };
 

@@ -206,7 +206,7 @@ class Damage(DiskTest):
         self.assertEqual(self.check_answers(store)["failures"], 12)
 
     def test_truncated_segments_give_nothing_or_the_block(self):
-        size = (self.folder / "base" / "head0" / "segments" / "0000000000000001.segment").stat().st_size
+        size = self.segments(self.copy_of_store())[0].stat().st_size
         for part in (0.0, 0.3, 0.9):
             with self.subTest(part):
                 store = self.copy_of_store()

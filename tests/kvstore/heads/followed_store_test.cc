@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "kvstore/heads/extent_finder.h"
 #include "tests/kvstore/test_blocks.h"
 #include "tests/kvstore/tiers/disk_tier_fixture.h"
 
@@ -119,6 +120,39 @@ TEST_F(FollowedStoreTest, AnExtentWhoseHeaderComesLastIsFound) {
   EXPECT_TRUE(follower_.Read(1).ok());
 }
 
+// Bug: its segments had the numbers of the old ones, which the follower still had open.
+TEST_F(FollowedStoreTest, AStoreThatWasEmptiedIsFollowedOn) {
+  ASSERT_TRUE(store_.Open().ok());
+  ASSERT_TRUE(store_.Write(1).ok());
+  ASSERT_TRUE(Follow(std::chrono::seconds(5)).ok());
+  store_.Close();
+  std::filesystem::remove_all(directory_);
+  ASSERT_TRUE(store_.Open().ok());
+  ASSERT_TRUE(store_.Write(2).ok());
+  EXPECT_EQ(Expect(2).code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(AwaitFound().hash, HashOf(2));
+  EXPECT_TRUE(follower_.Read(2).ok());
+  EXPECT_EQ(follower_.Read(1).code(), absl::StatusCode::kNotFound);
+}
+
+// Bug: a follower read it again for as long as it expected blocks.
+TEST_F(FollowedStoreTest, AHeaderThatCannotBeReadIsGivenUp) {
+  ASSERT_TRUE(store_.Open().ok());
+  for (uint32_t name = 1; name <= 16; ++name) ASSERT_TRUE(store_.Write(name).ok());
+  ASSERT_GT(Segments().size(), 3u);
+  FaultyFileIo io(MakeFileIo(IoEngine::kThreads), follower_.control);
+  for (const int64_t spared : {1, 0}) {
+    const auto finder = ExtentFinder::Create(io, segments_, store_.format);
+    ASSERT_TRUE(finder.ok());
+    follower_.control->Set({.read_error = 1});
+    for (int64_t look = spared; look < ExtentFinder::kMostFailedLooks; ++look) {
+      EXPECT_THAT((*finder)->Find().extents, IsEmpty());
+    }
+    follower_.control->Set({});
+    EXPECT_THAT((*finder)->Find().extents, SizeIs(spared == 1 ? 16 : 0));
+  }
+}
+
 TEST_F(FollowedStoreTest, GivesUpOnWhatTheOwnerNeverWrites) {
   ASSERT_TRUE(store_.Open().ok());
   ASSERT_TRUE(Follow(std::chrono::milliseconds(2)).ok());
@@ -131,6 +165,7 @@ TEST_F(FollowedStoreTest, GivesUpOnWhatTheOwnerNeverWrites) {
 TEST_F(FollowedStoreTest, WhatTheOwnerEvictedIsAMissAndForgotten) {
   ASSERT_TRUE(store_.Open(/*capacity_blocks=*/6).ok());
   for (uint32_t name = 1; name <= 6; ++name) ASSERT_TRUE(store_.Write(name).ok());
+  const std::string first = Segments()[0];
   ASSERT_TRUE(Follow().ok());
   ASSERT_TRUE(store_.Write(7).ok());  // 1 leaves: a hole
   ASSERT_THAT(store_.Names(), ElementsAre(2, 3, 4, 5, 6, 7));
@@ -139,7 +174,7 @@ TEST_F(FollowedStoreTest, WhatTheOwnerEvictedIsAMissAndForgotten) {
   EXPECT_EQ(follower_.tier->stats().checksum_failures, 0);
   EXPECT_THAT(follower_.Names(), ElementsAre(2, 3, 4, 5, 6, 7)) << "and 7 was seen on the way";
   for (uint32_t name = 8; name <= 30; ++name) ASSERT_TRUE(store_.Write(name).ok());
-  ASSERT_FALSE(std::filesystem::exists(segments_ + "/0000000000000001.segment"));
+  ASSERT_FALSE(std::filesystem::exists(first));
   EXPECT_EQ(follower_.Read(2).code(), absl::StatusCode::kNotFound) << "its file is gone";
 }
 

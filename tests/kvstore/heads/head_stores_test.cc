@@ -149,8 +149,8 @@ TEST_F(HeadStoresTest, ADamagedHeadCostsItsBlockAndIsWrittenAgain) {
     const std::unique_ptr<Tier> rank = Open(0, 4);
     for (uint32_t name = 1; name <= 2; ++name) ASSERT_TRUE(Write(*rank, name).ok());
   }
-  std::fstream file(Folder(2) + "/segments/0000000000000001.segment",
-                    std::ios::in | std::ios::out | std::ios::binary);
+  const std::filesystem::directory_iterator segment(Folder(2) + "/segments");
+  std::fstream file(segment->path(), std::ios::in | std::ios::out | std::ios::binary);
   file.seekp(RankFormat(2, 1).page_offset(1));  // of the first block
   file.put('x');
   file.put('y');

@@ -57,8 +57,8 @@ TEST_F(DiskTierTest, AFullDiskFromTheStartIsNoErrorOfTheService) {
   EXPECT_EQ(Segments().size(), 1u);
 }
 
-// The engine polls between steps, whatever the disk does.
-TEST_F(DiskTierTest, APollDoesNotWaitForASegmentToBeMade) {
+// The engine polls between steps, whatever the disk does. Bug: reads waited.
+TEST_F(DiskTierTest, APollAndAReadDoNotWaitForASegmentToBeMade) {
   const TestBlock written(store_.format, 5, 7);
   const TestBlock read(store_.format, 1, 7);
   ASSERT_TRUE(store_.Open().ok());
@@ -74,15 +74,14 @@ TEST_F(DiskTierTest, APollDoesNotWaitForASegmentToBeMade) {
     }
   };
   auto polls = std::async(std::launch::async, [&] {
-    const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(200);
-    while (std::chrono::steady_clock::now() < end) poll();
+    while (completions.empty()) poll();
   });
   const auto waited = polls.wait_for(std::chrono::seconds(10));
-  EXPECT_EQ(waited, std::future_status::ready) << "a poll waits";
+  EXPECT_EQ(waited, std::future_status::ready) << "a poll or the read waits";
   store_.control->Set({});
   polls.get();
   if (waited == std::future_status::ready) {
-    EXPECT_THAT(completions, IsEmpty());
+    EXPECT_EQ(completions[0].ticket, 1002u);
   }
   while (completions.size() < 2) {
     store_.tier->Wait();
