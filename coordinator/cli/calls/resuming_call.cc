@@ -50,6 +50,11 @@ absl::Status ResumingCall::Stream(absl::Time deadline,
   answered_ = false;
   v1::GenerateResponse response;
   while (reader->Read(&response)) {
+    if (absl::Status wrong = CheckIndex(response); !wrong.ok()) {
+      context.TryCancel();
+      reader->Finish();
+      return wrong;
+    }
     Remember(response);
     take(response);
   }
@@ -57,6 +62,17 @@ absl::Status ResumingCall::Stream(absl::Time deadline,
     vain_streams_ = request_.resume().token_ids_size() > had_tokens ? 0 : vain_streams_ + 1;
   }
   return proto::FromGrpcStatus(reader->Finish());
+}
+
+absl::Status ResumingCall::CheckIndex(const v1::GenerateResponse& response) const {
+  const auto expected = static_cast<uint32_t>(request_.resume().token_ids_size());
+  const v1::Tokens& tokens = response.tokens();
+  if (tokens.token_ids().empty() || tokens.index() == expected) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrFormat(
+      "the server was asked to go on with an answer at token %d and went on at token %d; %s",
+      expected, tokens.index(),
+      tokens.index() == 0 ? "it is of an older release, which cannot: send the request again"
+                          : "tokens are missing or repeated: send the request again"));
 }
 
 void ResumingCall::Remember(const v1::GenerateResponse& response) {

@@ -30,7 +30,8 @@ class ResumingCall {
       : stub_(stub), request_(std::move(request)), options_(options) {}
 
   // Streams the answer. Returns the status of the last stream. INTERNAL when the server ended one
-  // with OK and without a Finish. Called once.
+  // with OK and without a Finish. FAILED_PRECONDITION when it does not go on after the tokens that
+  // came, as a server of a release without `resume`, which begins anew. Called once.
   absl::Status Run(const std::function<void(const v1::GenerateResponse&)>& take);
 
  private:
@@ -39,6 +40,7 @@ class ResumingCall {
 
   absl::Status Stream(absl::Time deadline,
                       const std::function<void(const v1::GenerateResponse&)>& take);
+  absl::Status CheckIndex(const v1::GenerateResponse& response) const;
   void Remember(const v1::GenerateResponse& response);
   bool MayResume(const absl::Status& status);
 

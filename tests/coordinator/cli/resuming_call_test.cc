@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "gmock/gmock.h"
 #include "grpcpp/server.h"
 #include "grpcpp/server_builder.h"
@@ -91,6 +92,19 @@ TEST(ResumingCallTest, AnAnswerGoesOnAfterTheTokensThatCame) {
     EXPECT_THAT(server.requests[i].resume().token_ids(), ElementsAre(5, 6, 7)) << i;
     EXPECT_EQ(server.requests[i].request_id(), "r1");
     EXPECT_EQ(server.requests[i].text(), "prompt");
+  }
+}
+
+// Bug: the answer of a server that does not know `resume` was appended to what had come.
+TEST(ResumingCallTest, AServerThatBeginsAnewIsToldApart) {
+  for (const uint32_t index : {0u, 2u}) {
+    ScriptedServer server(
+        {{{Tokens(0, {5})}}, {{Progress(), Tokens(index, {5, 6}), End()}, grpc::StatusCode::OK}});
+    const absl::Status status = server.Run();
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_EQ(absl::StrContains(status.message(), "older release"), index == 0) << status;
+    EXPECT_THAT(server.tokens, ElementsAre(5));
+    EXPECT_EQ(server.requests.size(), 2u);
   }
 }
 
