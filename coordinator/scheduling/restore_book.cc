@@ -101,7 +101,8 @@ void RestoreBook::Begin(Sequence& sequence, const Restorable& restorable, TimePo
   entries_.push_back(
       {.sequence = &sequence,
        .begin = sequence.num_blocks(),
-       .deadline = After(now, on_trial ? options_.disk_trial : options_.restore_patience)});
+       .deadline = After(now, on_trial ? options_.disk_trial : options_.restore_patience),
+       .peers_until = After(now, options_.longest_peer_wait)});
   if (on_trial) disk_aside_until_ = After(now, disk_pause_);  // one sequence is enough
   Await(entries_.back(), restorable, now);
 }
@@ -109,8 +110,8 @@ void RestoreBook::Begin(Sequence& sequence, const Restorable& restorable, TimePo
 void RestoreBook::Continue(Sequence& sequence, const Restorable& restorable, TimePoint now) {
   Entry& entry = EntryOf(sequence);
   entry.begin = sequence.num_blocks();
-  entry.deadline = After(now, options_.restore_patience);
   Await(entry, restorable, now);
+  entry.deadline = std::min(After(now, options_.restore_patience), entry.peers_until);
 }
 
 void RestoreBook::Await(Entry& entry, const Restorable& restorable, TimePoint now) {
@@ -150,7 +151,10 @@ void RestoreBook::OnRestored(const v1::RestoredBlock& restored, TimePoint now) {
       block.sequence->LoseBlock(block.index);
       entry.next_at_peers = 0;
       --entry.pending;
+      const std::optional<int64_t> rest =
+          block.sequence->BlockAfterGap(kvstore::StoredIndex::kMostGaps + 1);
       awaited_.erase(it);
+      if (rest.has_value()) KeepOnly(entry, *rest);
     } else {
       // It cost a wait and brought nothing: that is slower than computing. A peer that has not got
       // the block says so at once.
@@ -163,19 +167,21 @@ void RestoreBook::OnRestored(const v1::RestoredBlock& restored, TimePoint now) {
       disk_aside_until_ = TimePoint();
       disk_answered_at_ = now;
     }
-    entry.deadline = After(now, options_.restore_patience);
     const bool at_peers = !block.is_stored;
     awaited_.erase(it);
+    entry.deadline = After(now, options_.restore_patience);
+    if (at_peers) entry.deadline = std::min(entry.deadline, entry.peers_until);
     if (--entry.pending == 0 && at_peers) JudgePeers(entry, now);
   }
   if (entry.pending == 0) Publish(entry);
 }
 
-// A few blocks may wait for one step longer than they would take to compute, and tell nothing.
+// A question waits for the step that carries it, and its answer for the one that runs meanwhile. A
+// few blocks may wait for that longer than they would take to compute, and tell nothing.
 void RestoreBook::JudgePeers(Entry& entry, TimePoint now) {
   if (entry.next_at_peers == 0 || entry.asked < kFirstAtPeers || !prefill_rate_.is_known()) return;
   const double tokens = static_cast<double>(entry.asked * kBlockTokens);
-  if (Between(entry.asked_at, now) <= prefill_rate_.TimeFor(tokens)) {
+  if (Between(entry.asked_at, now) - 2 * last_step_ <= prefill_rate_.TimeFor(tokens)) {
     peers_pause_ = absl::ZeroDuration();
     return;
   }
@@ -193,7 +199,11 @@ void RestoreBook::GiveUpLate(TimePoint now) {
   bool late = false;
   for (Entry& entry : entries_) {
     if (entry.pending == 0 || now < entry.deadline) continue;
-    late |= AwaitsStored(entry);
+    if (AwaitsStored(entry)) {
+      late = true;
+    } else {
+      SetPeersAside(now);
+    }
     ComputeRest(entry);
   }
   // A slow disk that serves other sequences is still worth waiting for.

@@ -5,17 +5,17 @@
 // Where the prefix index ends, the chain of a prompt goes on among the blocks that every rank has
 // stored. Those are restored first: the sequence holds its blocks and waits, others run on. A
 // block that some rank has not, or cannot read, is computed; those after it stay with the sequence
-// until then. A block that does not come in time is computed with all blocks after it. A
-// sequence asks for its blocks once. A disk that brings nothing for a time is set aside at once:
-// all sequences that wait for it compute their blocks, and only from time to time one sequence
-// tries the disk again, for a short while.
+// until then, unless there are so many gaps that their starts cost more. A block that does not come
+// in time is computed with all blocks after it. A sequence asks for its blocks once. A disk that
+// brings nothing for a time is set aside at once: all sequences that wait for it compute their
+// blocks, and only from time to time one sequence tries the disk again, for a short while.
 //
 // Where the stored blocks end, too, the rest of the chain is asked for at peers, if there are any:
 // nobody here knows what they hold. The ranks answer for each block; from the first that some rank
 // does not get on the prompt is computed. The first questions are short, because ranks take room
 // for what they ask for: only a sequence that got all of it asks on.
-// Where blocks come slower than they would be computed, or a peer fails to give one, peers are set
-// aside, and asked again after a pause.
+// Where blocks come slower than they would be computed, or late, or a peer fails to give one, peers
+// are set aside, and asked again after a pause.
 //
 // Called by the scheduler. Thread-compatible. It outlives the sequences that it names.
 #pragma once
@@ -67,6 +67,8 @@ class RestoreBook {
   // blocks that the sequence has. Continue is for a sequence that is in the book.
   void Begin(Sequence& sequence, const Restorable& restorable, TimePoint now);
   void Continue(Sequence& sequence, const Restorable& restorable, TimePoint now);
+  // The ranks have answered a step, which took this long.
+  void OnStep(absl::Duration time) { last_step_ = time; }
   // Forgets the sequence, which stops restoring for whatever reason.
   void Forget(const Sequence& sequence);
   // Lets sequences whose blocks are late compute them.
@@ -90,9 +92,10 @@ class RestoreBook {
  private:
   struct Entry {
     Sequence* sequence = nullptr;
-    int64_t begin = 0;    // blocks of the sequence from here on are, or were, awaited
-    int64_t pending = 0;  // number of blocks that are still awaited
-    TimePoint deadline;   // for the next of them
+    int64_t begin = 0;      // blocks of the sequence from here on are, or were, awaited
+    int64_t pending = 0;    // number of blocks that are still awaited
+    TimePoint deadline;     // for the next of them
+    TimePoint peers_until;  // no block of a peer is awaited for longer
     // Number of blocks that peers are asked for next, if they give all that they are asked for now.
     int64_t next_at_peers = 0;
     int64_t asked = 0;  // number of blocks that it asked for last
@@ -140,6 +143,7 @@ class RestoreBook {
   // The same for peers that are slower than computing, or fail.
   absl::Duration peers_pause_ = absl::ZeroDuration();
   TimePoint peers_aside_until_;
+  absl::Duration last_step_ = absl::ZeroDuration();
 };
 
 }  // namespace kvasir::coordinator

@@ -188,6 +188,7 @@ absl::StatusOr<std::vector<Event>> Scheduler::OnReply(const v1::StepReply& reply
   // A plan that was made ahead began with the answer to the one before.
   const TimePoint begun = std::max(plan.planned_at, std::exchange(answered_at_, now));
   state_.prefill_rate.Add(plan.prefill_tokens, Between(begun, now));
+  state_.restores.OnStep(Between(begun, now));
   std::vector<Event> events;
   for (size_t i = 0; i < plan.rows.size(); ++i) {
     ApplyRow(plan.rows[i], reply.results(static_cast<int>(i)), now, events);
@@ -294,13 +295,14 @@ void Scheduler::ApplyRow(const PlannedRow& row, const v1::RowResult& result, Tim
         End(*sequence, RowError(result), v1::FINISH_REASON_UNSPECIFIED, Blocks::kDiscard, now));
     return;
   }
-  const bool is_first = row.starts && sequence->preemptions == 0;
+  const Sequence::RowKind kind = sequence->KindOfRow(row.starts);
+  const bool is_first = kind == Sequence::RowKind::kFirst;
   if (is_first) state_.CountPrefix(*sequence);
   if (row.starts && (!is_first || sequence->resumed_tokens > 0)) {
     CountResumed(result.accounting());
   }
   const bool prefill = sequence->in_prefill();
-  sequence->Account(result.accounting(), is_first);
+  sequence->Account(result.accounting(), kind);
   sequence->computed += row.num_tokens;
   if (prefill) state_.ReportProgress(*sequence, events);
   if (row.score_end > row.score_begin) {

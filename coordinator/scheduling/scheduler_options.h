@@ -34,6 +34,8 @@ struct SchedulerOptions {
   // A request none of whose blocks came for this long computes the rest of them. A slow disk is
   // still faster than computing; a dead one must not hold requests up.
   absl::Duration restore_patience = absl::Seconds(10);
+  // A request waits for blocks of peers for this long at most, however they trickle in.
+  absl::Duration longest_peer_wait = absl::Seconds(60);
   // A disk that is set aside is tried again after the first pause, and so are peers. Each further
   // pause is twice as long, up to the longest. The request that tries the disk waits for
   // `disk_trial`.

@@ -116,6 +116,15 @@ void Sequence::GiveBackLaterBlocks(int64_t index) {
   }
 }
 
+std::optional<int64_t> Sequence::BlockAfterGap(int64_t n) const {
+  int64_t next = num_blocks();
+  for (const LaterBlock& later : later_blocks) {
+    if (later.index != next && --n == 0) return later.index;
+    next = later.index + 1;
+  }
+  return std::nullopt;
+}
+
 void Sequence::JoinLaterBlocks() {
   auto next = later_blocks.begin();
   for (; next != later_blocks.end() && next->index == num_blocks(); ++next) {
@@ -145,19 +154,35 @@ void Sequence::LeaveGroup() {
   long_since.reset();
 }
 
-void Sequence::Account(const v1::RowAccounting& row, bool first) {
-  if (first) {  // a resumed answer's tokens are not counted
-    auto prompt_left = static_cast<uint32_t>(prompt_tokens);
-    const auto of_prompt = [&prompt_left](uint32_t cached) {
-      const uint32_t counted = std::min(cached, prompt_left);
-      prompt_left -= counted;
-      return counted;
-    };
-    cached_by_tier.set_device(of_prompt(row.cached_device_tokens()));
-    cached_by_tier.set_host(of_prompt(row.cached_host_tokens()));
-    cached_by_tier.set_disk(of_prompt(row.cached_disk_tokens()));
-    cached_by_tier.set_peer(of_prompt(row.cached_peer_tokens()));
+Sequence::RowKind Sequence::KindOfRow(bool starts) const {
+  if (!starts || preemptions > joins) return RowKind::kOther;
+  return preemptions == 0 ? RowKind::kFirst : RowKind::kJoin;
+}
+
+// A resumed answer's tokens are not counted. Of the blocks of a later start, the ranks name the
+// tier of those that are used for the first time only: the sequence had the others before.
+void Sequence::CountCached(const v1::RowAccounting& row, RowKind kind) {
+  if (kind == RowKind::kOther) return;
+  v1::CachedTokens& sums = cached_by_tier;
+  const int64_t joined = int64_t{row.cached_disk_tokens()} + row.cached_peer_tokens();
+  const int64_t begin = kind == RowKind::kFirst ? 0 : computed - joined;
+  auto prompt_left =
+      static_cast<uint32_t>(std::max<int64_t>(0, std::min(computed, prompt_tokens) - begin));
+  const auto of_prompt = [&prompt_left](uint32_t cached) {
+    const uint32_t counted = std::min(cached, prompt_left);
+    prompt_left -= counted;
+    return counted;
+  };
+  if (kind == RowKind::kFirst) {
+    sums.set_device(of_prompt(row.cached_device_tokens()));
+    sums.set_host(of_prompt(row.cached_host_tokens()));
   }
+  sums.set_disk(sums.disk() + of_prompt(row.cached_disk_tokens()));
+  sums.set_peer(sums.peer() + of_prompt(row.cached_peer_tokens()));
+}
+
+void Sequence::Account(const v1::RowAccounting& row, RowKind kind) {
+  CountCached(row, kind);
   AddPhase(row.prefill(), prefill);
   AddPhase(row.decode(), decode);
   attended_tokens += row.attended_tokens();

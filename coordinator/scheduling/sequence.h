@@ -116,6 +116,9 @@ struct Sequence {
   kvstore::BlockId TakeLaterBlock(int64_t index, const kvstore::PrefixHash& hash);
   // Gives the later blocks from `index` on back.
   void GiveBackLaterBlocks(int64_t index);
+  // Returns the index of the first block after the n-th gap among the blocks, if there are so many.
+  // Gaps are computed, and each costs a start.
+  std::optional<int64_t> BlockAfterGap(int64_t n) const;
   // All blocks before the next later one are sealed.
   bool meets_later_block() const {
     return !later_blocks.empty() && sealed_blocks() == later_blocks.front().index;
@@ -129,8 +132,12 @@ struct Sequence {
   // Forgets what it had to do with the ranks of a group that is lost. REQUIRES: it waits.
   void LeaveGroup();
 
-  // Adds what the ranks report of one row. `first`: the row starts the sequence.
-  void Account(const v1::RowAccounting& row, bool first);
+  // A row may be the first start of its sequence, the start after a gap, or neither.
+  enum class RowKind { kFirst, kJoin, kOther };
+  RowKind KindOfRow(bool starts) const;
+  // Adds what the ranks report of one row.
+  void Account(const v1::RowAccounting& row, RowKind kind);
+  void CountCached(const v1::RowAccounting& row, RowKind kind);
   AttentionSoFar AttentionUntilNow() const;
   // `unmeasured`: why the ranks measure no attention mass, as in v1::Ready.
   v1::AttentionReport Report(v1::MassUnmeasured unmeasured) const;
@@ -152,6 +159,7 @@ struct Sequence {
   int64_t slot = -1;              // -1: none
   int64_t given_tokens;
   int64_t preemptions = 0;
+  int64_t joins = 0;  // those of them that took later blocks
   int64_t computed = 0;
   int64_t unanswered_tokens = 0;   // number of tokens that unanswered plans compute
   int64_t unanswered_samples = 0;  // number of tokens that they sample

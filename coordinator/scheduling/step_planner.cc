@@ -227,6 +227,7 @@ void StepPlanner::PlanPrompts() {
 void StepPlanner::GoOnAfter(Sequence& sequence) {
   plan_.AddFreeSlot(sequence.slot);
   ++sequence.preemptions;
+  ++sequence.joins;
   ++state_.counters.preempted_restore;
   const int64_t joined = sequence.num_blocks();
   sequence.JoinLaterBlocks();
@@ -292,11 +293,16 @@ bool StepPlanner::AdmitOrSkip(size_t& i) {
   return reserved != Reserved::kNoRoom;
 }
 
-// The blocks that the sequence has by now are those of its cached prefix.
+// The blocks that the sequence has by now are those of its cached prefix. Those after a gap are not
+// computed either.
 void StepPlanner::Admit(Sequence& sequence) {
   sequence.computed = sequence.num_blocks() * kBlockTokens;
   if (sequence.preemptions == 0) {
     sequence.cached_tokens = std::min(sequence.computed, sequence.prompt_tokens);
+    for (const Sequence::LaterBlock& later : sequence.later_blocks) {
+      if (later.index < sequence.prompt_tokens / kBlockTokens)
+        sequence.cached_tokens += kBlockTokens;
+    }
     sequence.admitted_at = now_;
   }
   state_.sequences.Run(sequence);

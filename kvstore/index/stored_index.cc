@@ -39,6 +39,7 @@ std::vector<StoredLink> StoredIndex::Match(const PrefixHash& parent,
   if (held_by_all_ == 0) return links;
   const int64_t limit = (static_cast<int64_t>(tokens.size()) - 1) / kBlockTokens;
   size_t last_held = 0;  // number of links up to it
+  int64_t gaps = 0;
   for (int64_t i = 0; i < limit; ++i) {
     const auto block_tokens =
         tokens.subspan(static_cast<size_t>(i * kBlockTokens), static_cast<size_t>(kBlockTokens));
@@ -53,6 +54,7 @@ std::vector<StoredLink> StoredIndex::Match(const PrefixHash& parent,
       ++hash_collisions_;
       break;
     }
+    if (last_held + 1 < links.size() && ++gaps > kMostGaps) break;
     last_held = links.size();
   }
   links.resize(last_held);

@@ -33,6 +33,8 @@ class StoredIndex {
  public:
   // So many blocks in a row that some rank does not hold end a chain.
   static constexpr int64_t kMostMissing = 16;
+  // Number of gaps in a chain, after which it ends: each costs a start of the sequence.
+  static constexpr int64_t kMostGaps = 16;
 
   explicit StoredIndex(int64_t num_ranks, BlockHasher hasher = HashBlock)
       : num_ranks_(num_ranks), hasher_(std::move(hasher)) {}
@@ -44,8 +46,8 @@ class StoredIndex {
   void Forgotten(int64_t rank, const PrefixHash& hash);
 
   // Returns the blocks of a sequence from the `first`-th on, after `parent`, that hold `tokens`, up
-  // to the last that every rank holds; at most floor((N-1)/64), so that at least one token is left
-  // to compute. Compares tokens.
+  // to the last that every rank holds, with at most kMostGaps gaps before it; at most
+  // floor((N-1)/64), so that at least one token is left to compute. Compares tokens.
   std::vector<StoredLink> Match(const PrefixHash& parent, absl::Span<const int32_t> tokens,
                                 int64_t first = 0, const DecodePart& decode = {});
   bool HeldByAll(const PrefixHash& hash) const;

@@ -78,7 +78,7 @@ TEST_F(SchedulerDiskTest, ABlockThatCannotBeReadIsComputedAndAskedForOnce) {
   EXPECT_THAT(plan_.restores(), IsEmpty());
   EXPECT_THAT(plan_.starts(0).cached_blocks(), IsEmpty());
   EXPECT_THAT(plan_.drop_blocks(), SizeIs(1));
-  EXPECT_EQ(scheduler_->stats().missed_not_restored, 256);
+  EXPECT_EQ(scheduler_->stats().missed_not_restored, 64);
   EXPECT_EQ(scheduler_->stats().missed_absent, 0);
   RunUntilIdle();
   EXPECT_EQ(tokens_[id], expected_);
@@ -108,9 +108,39 @@ TEST_F(SchedulerDiskTest, BlocksAfterALostOneStayUntilItIsComputed) {
     EXPECT_EQ(plan_.rows(0).num_tokens(), 10u);
     RunUntilIdle();
     EXPECT_EQ(tokens_[id], expected);
+    EXPECT_EQ(finished_.at(id).summary.usage().cached_tokens().disk(), 64u * 11);
+    EXPECT_EQ(scheduler_->stats().prefix_hits, 64 * 11);
     EXPECT_EQ(scheduler_->stats().preempted_restore, 1);
     EXPECT_EQ(worker_->reads(), 11);
   }
+}
+
+// Bug: each of any number of lost blocks cost a start of the sequence.
+TEST_F(SchedulerDiskTest, AfterManyLostBlocksTheRestIsComputed) {
+  SymbolicWorkerOptions options = kWithDisk;
+  options.host_blocks = options.disk_blocks = 200;
+  constexpr int64_t kMost = kvstore::StoredIndex::kMostGaps;
+  const std::vector<int32_t> prompt = Prompt(64 * (2 * kMost + 8) + 10, 5);
+  Make(options);
+  Add(Spec(prompt, 1));
+  RunUntilIdle();
+  Restart(options);
+  SequenceSpec spec = Spec(prompt, 5);
+  const std::vector<int32_t> expected = Expected(spec);
+  const SequenceId id = Add(std::move(spec));
+  ASSERT_TRUE(Step());
+  ASSERT_THAT(plan_.restores(), SizeIs(2 * kMost + 8));
+  v1::TierReport report = worker_->TakeTierReport(SymbolicWorker::Disk::kDone);
+  for (int lost = 0; lost < kMost + 2; ++lost) {
+    report.mutable_restored(2 * lost)->set_error_code(
+        static_cast<int32_t>(absl::StatusCode::kDataLoss));
+  }
+  ASSERT_EQ(scheduler_->OnTierReport(0, report, now_), absl::OkStatus());
+  RunUntilIdle();
+  EXPECT_EQ(tokens_[id], expected);
+  EXPECT_EQ(scheduler_->stats().preempted_restore, kMost);
+  EXPECT_EQ(finished_.at(id).summary.usage().cached_tokens().disk(), uint64_t{64} * kMost);
+  EXPECT_EQ(scheduler_->stats().prefix_hits, 64 * kMost);
 }
 
 TEST_F(SchedulerDiskTest, TheLastBlockOfAChainIsLost) {

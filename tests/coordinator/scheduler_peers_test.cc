@@ -133,6 +133,26 @@ TEST_F(SchedulerPeersTest, PeersThatAreLateCostTheWaitAndNotTheDisk) {
   ASSERT_TRUE(Step());
   EXPECT_EQ(plan_.rows(0).begin(), 0u);
   EXPECT_FALSE(scheduler_->stats().disk_set_aside);
+  EXPECT_TRUE(scheduler_->stats().peers_set_aside);  // once, each prompt waited for them
+  RunUntilIdle();
+  EXPECT_EQ(tokens_[id], expected_);
+}
+
+// Bug: each block that came allowed ten seconds more.
+TEST_F(SchedulerPeersTest, BlocksThatTrickleInAreGivenUp) {
+  ReadAtPeer(64 * 12 + 10);
+  const SequenceId id = Begin(12);
+  const v1::TierReport all = worker_->TakeTierReport(SymbolicWorker::Disk::kDone);
+  int given = 0;
+  for (; given < all.restored_size() && !Step(); ++given) {
+    v1::TierReport one;
+    *one.add_restored() = all.restored(given);
+    ASSERT_EQ(scheduler_->OnTierReport(0, one, now_), absl::OkStatus());
+    now_ += std::chrono::seconds(9);
+  }
+  EXPECT_EQ(given, 7);  // in 63 s
+  EXPECT_EQ(plan_.rows(0).begin(), 64 * 7u);
+  EXPECT_TRUE(scheduler_->stats().peers_set_aside);
   RunUntilIdle();
   EXPECT_EQ(tokens_[id], expected_);
 }
@@ -211,7 +231,7 @@ TEST_F(SchedulerPeersTest, PeersThatAreSlowerThanComputingAreSetAsideForAWhile) 
   worker_->AskPeer(*peer_);
   Add(Spec(Prompt(64 * 3, 9), 1));  // too short to ask: 192 tokens in 100 ms
   RunUntilIdle();
-  ask(absl::Seconds(1.9), 136);
+  ask(absl::Seconds(2.1), 136);  // with two steps of 100 ms, which are not the peers' doing
   Make(asker, options);
   worker_->AskPeer(*peer_);
   Add(Spec(Prompt(64 * 3, 9), 1));

@@ -97,6 +97,22 @@ TEST_F(StoredIndexTest, TooManyMissingBlocksInARowEndTheChain) {
   EXPECT_EQ(Hits(names), 0u);
 }
 
+// Bug: each of any number of gaps cost a start of the sequence.
+TEST_F(StoredIndexTest, TooManyGapsEndTheChain) {
+  std::vector<int32_t> names;
+  const auto store_every_second = [&](int64_t gaps) {
+    for (int64_t gap = 0; gap < gaps; ++gap) {
+      names.insert(names.end(), {1, 1});
+      for (int64_t rank : {0, 1}) Store(rank, names);
+    }
+  };
+  store_every_second(StoredIndex::kMostGaps);
+  EXPECT_EQ(Hits(names), names.size());
+  const size_t most = names.size();
+  store_every_second(1);
+  EXPECT_EQ(Hits(names), most);
+}
+
 TEST_F(StoredIndexTest, WhatADecodePartHadAHandInIsFoundUnderItsKeyOnly) {
   const DecodePart decode = {.begin = 64, .key = "quest@64"};
   const PrefixHash own = HashBlock(HashOf({1}), Tokens({2}), decode.key);
