@@ -43,7 +43,7 @@ void AddTiers(const GroupInfo& group, const v1::TierUsage& usage, v1::GetServerI
   uint64_t token_bytes = 0;
   for (const v1::Ready& rank : group.ranks) {
     device_bytes += rank.device_blocks() * rank.block_bytes();
-    host_bytes += rank.host_blocks() * rank.block_bytes();
+    host_bytes += (rank.host_blocks() - rank.lean_blocks()) * rank.block_bytes();
     disk_bytes += rank.disk_blocks() * rank.block_bytes();
     token_bytes += rank.block_bytes() / static_cast<uint64_t>(kvstore::kBlockTokens);
   }

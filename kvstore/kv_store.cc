@@ -21,6 +21,8 @@ static_assert(kBlockTokens == kernels::kPageTokens);
 
 // Blocks in transfer to or from the tier below: enough to keep a disk busy.
 constexpr int64_t kMaxTransfers = 64;
+// Limit of indices in the residency's tables.
+constexpr int64_t kMostBlocks = std::numeric_limits<int32_t>::max() / 2;
 
 absl::Status CheckOptions(const KvStoreOptions& o) {
   const KvLayout& layout = o.shard.layout;
@@ -42,6 +44,37 @@ absl::Status CheckOptions(const KvStoreOptions& o) {
   return absl::OkStatus();
 }
 
+struct HostParts {
+  int64_t num_extents = 0;
+  int64_t spare_extents = 0;     // of num_extents
+  int64_t page_cache_bytes = 0;  // for single pages of lean blocks
+  int64_t num_lean = 0;
+};
+
+absl::StatusOr<HostParts> DivideHost(const KvStoreOptions& o, const ExtentFormat& format,
+                                     bool has_tier_below, bool has_lean) {
+  const KvLayout& layout = o.shard.layout;
+  const int64_t codes_bytes = o.key_codes ? layout.block_key_codes_bytes() : 0;
+  const int64_t block_bytes = format.extent_bytes() + codes_bytes;
+  HostParts parts;
+  if (has_lean) {
+    parts.page_cache_bytes = o.host_bytes / 2;
+    parts.num_lean = std::clamp<int64_t>(o.on_demand_bytes / layout.block_bytes(), 1, kMostBlocks);
+  }
+  parts.num_extents =
+      std::min<int64_t>((o.host_bytes - parts.page_cache_bytes) / block_bytes, kMostBlocks);
+  if (has_tier_below) {
+    parts.spare_extents =
+        std::clamp<int64_t>(parts.num_extents / kBlocksPerTransfer, 1, kMaxTransfers);
+  }
+  const int64_t least = 2 + parts.spare_extents;
+  if (parts.num_extents >= least) return parts;
+  return absl::ResourceExhaustedError(
+      absl::StrCat("kv store: the host tier needs at least ", least, " blocks, ",
+                   least * block_bytes, " bytes; it was given ", o.host_bytes,
+                   has_lean ? ", half of them for single pages" : "", "; raise kv_host_size_gb"));
+}
+
 }  // namespace
 
 KvStoreImpl::KvStoreImpl(const KvStoreOptions& options, Parts parts)
@@ -51,17 +84,19 @@ KvStoreImpl::KvStoreImpl(const KvStoreOptions& options, Parts parts)
       num_slots_(options.num_slots),
       max_blocks_per_slot_(options.max_blocks_per_slot),
       spare_extents_(parts.spare_extents),
+      keeps_key_codes_(options.key_codes),
       own_memory_(std::move(parts.own_memory)),
       memory_(parts.memory),
       pages_(std::move(parts.pages)),
       host_(pages_->host()),
       adopted_(format_, memory_, host_),
-      extent_blocks_(static_cast<size_t>(host_.num_extents())),
       below_(std::move(parts.below)),
       lent_(below_ == nullptr ? nullptr : below_->lent_blocks()),
+      lean_(std::move(parts.lean)),
       slots_(static_cast<size_t>(options.num_slots)) {
   if (below_ != nullptr) next_generation_ = below_->first_generation();
   next_generation_ = std::max(next_generation_, adopted_.next_generation());
+  extent_blocks_.resize(static_cast<size_t>(host_blocks() + spare_extents_));
 }
 
 // ---- blocks
@@ -85,23 +120,31 @@ absl::StatusOr<Block> KvStoreImpl::Open(BlockId id) {
 }
 
 absl::StatusOr<int64_t> KvStoreImpl::TakeHostExtent(BlockId id) {
-  const int64_t used = static_cast<int64_t>(blocks_.size()) - num_unused_;
-  if (used >= host_blocks()) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("block ", id.value, ": need 1 block in the host tier, 0 of ", host_blocks(),
-                     " free; drop blocks or raise kv_host_size_gb"));
-  }
+  if (lean_ != nullptr && num_whole() >= whole_room()) ShedBlocks();
+  KVASIR_RETURN_IF_ERROR(CheckHostRoom(id));
+  KVASIR_ASSIGN_OR_RETURN(const int64_t extent, TakeHostMemory());
+  extent_blocks_[static_cast<size_t>(extent)] = id;
+  blocks_[id].extent = extent;
+  return extent;
+}
+
+absl::StatusOr<int64_t> KvStoreImpl::TakeHostMemory() {
   if (host_.num_free() == 0) MakeRoom();
   const int64_t extent = host_.Take();
   absl::Status there = pages_->AwaitExtent(extent);
   if (there.ok()) there = memory_.Reserve(extent);
-  if (!there.ok()) {
-    host_.Free(extent);
-    return there;
-  }
-  extent_blocks_[static_cast<size_t>(extent)] = id;
-  blocks_[id].extent = extent;
-  return extent;
+  if (there.ok()) return extent;
+  host_.Free(extent);
+  return there;
+}
+
+absl::Status KvStoreImpl::CheckHostRoom(BlockId id) const {
+  if (num_whole() < whole_room()) return absl::OkStatus();
+  return absl::ResourceExhaustedError(absl::StrCat(
+      "block ", id.value, ": need 1 block in the host tier, 0 of ", whole_room(), " free",
+      lean_ == nullptr ? "; drop blocks or raise kv_host_size_gb"
+                       : ", and none of them can go to disk; raise kv_host_size_gb, "
+                         "kv_on_demand_size_gb or kv_disk_size_gb"));
 }
 
 absl::StatusOr<Block> KvStoreImpl::Get(BlockId id) {
@@ -130,8 +173,10 @@ absl::Status KvStoreImpl::Seal(BlockId id, const PrefixHash& hash, absl::Span<co
   block.kept = true;
   DueHeader due = {.id = id, .block = block.identity()};
   std::copy(tokens.begin(), tokens.end(), due.block.tokens.begin());
+  DueHeader write = due;
   due_headers_.push_back(std::move(due));
   if (pages_->SealsAtOnce()) WriteDueHeaders();
+  if (lean_ != nullptr) unwritten_.push_back(std::move(write));
   if (adopted_.Drop(hash)) ReportIfForgotten(hash);  // it was computed again
   return absl::OkStatus();
 }
@@ -176,18 +221,21 @@ void KvStoreImpl::FreeIfUnused(BlockId id) {
   if (it == blocks_.end() || it->second.kept || it->second.handles > 0) return;
   BlockState& block = it->second;
   if (block.transfer != Transfer::kNone && block.transfer != Transfer::kReadQueued) {
-    num_unused_ += block.unused ? 0 : 1;
+    num_unused_ += block.unused || IsLean(block) ? 0 : 1;
     block.unused = true;
     return;  // until the transfer has ended
   }
-  num_unused_ -= block.unused ? 1 : 0;
+  num_unused_ -= block.unused && !IsLean(block) ? 1 : 0;
   EndLending(block);
   const int64_t extent = block.extent;
+  const bool is_lean = IsLean(block);
   const bool goes_back = block.adopted && !block.corrupt;
   pages_->Free(extent);
   extent_blocks_[static_cast<size_t>(extent)] = BlockId();
   blocks_.erase(it);
-  if (!goes_back) {
+  if (is_lean) {
+    lean_->Free(extent);
+  } else if (!goes_back) {
     host_.Free(extent);
   } else if (const std::optional<BlockIdentity> back = adopted_.TakeBack(extent)) {
     changed_[back->hash] = back->tokens;
@@ -222,7 +270,8 @@ void KvStoreImpl::Unbind(int64_t slot, int64_t first_index) {
 
 absl::StatusOr<PagedKv> KvStoreImpl::BeginStep(uint32_t step) {
   KVASIR_CHECK(!in_step_ && step > step_ && step < kNeverTouched);
-  KVASIR_ASSIGN_OR_RETURN(const PagedKv kv, pages_->BeginStep(step));
+  KVASIR_ASSIGN_OR_RETURN(PagedKv kv, pages_->BeginStep(step));
+  if (lean_ != nullptr) kv.on_disk = &lean_->cache();
   in_step_ = true;
   step_ = step;
   return kv;
@@ -233,6 +282,13 @@ absl::Status KvStoreImpl::EndStep() {
   in_step_ = false;
   KVASIR_ASSIGN_OR_RETURN(std::vector<CorruptExtent> corrupt, pages_->EndStep());
   for (CorruptExtent& extent : corrupt) Quarantine(std::move(extent));
+  if (lean_ != nullptr) {
+    for (CorruptExtent& extent : lean_->cache().EndStep()) {
+      const BlockId id = extent_blocks_[static_cast<size_t>(extent.extent)];
+      below_->ForgetDamaged(blocks_.at(id).hash);
+      Quarantine(std::move(extent));
+    }
+  }
   for (BlockId id : std::exchange(released_in_step_, {})) FreeIfUnused(id);
   PollTier();
   return absl::OkStatus();
@@ -263,8 +319,13 @@ KvStoreStats KvStoreImpl::stats() const {
   KvStoreStats stats = stats_;
   static_cast<ResidencyStats&>(stats) = pages_->stats();
   stats.device_pages_total = pages_->device_pages();
-  stats.host_blocks_total = host_blocks();
-  stats.host_blocks_used = static_cast<int64_t>(blocks_.size()) - num_unused_;
+  stats.host_blocks_total = whole_room();
+  stats.host_blocks_used = num_whole();
+  if (lean_ != nullptr) {
+    stats.lean_blocks = lean_->num_used();
+    stats.lean_blocks_total = lean_->range().count;
+    stats.pages = lean_->cache().stats();
+  }
   stats.adoption = adopted_.stats();
   stats.queued_writes = static_cast<int64_t>(queued_writes_.size() + writes_.size());
   if (below_ != nullptr) stats.tier = below_->stats();
@@ -281,42 +342,47 @@ absl::StatusOr<std::unique_ptr<KvStore>> KvStore::Create(const KvStoreOptions& o
                                                    below->format().Fingerprint(),
                                                    ", the store for ", format.Fingerprint()));
   }
-  const KvLayout& layout = options.shard.layout;
-  const int64_t key_codes_bytes = options.key_codes ? layout.block_key_codes_bytes() : 0;
-  const int64_t block_bytes = format.extent_bytes() + key_codes_bytes;
-  const int64_t num_extents =
-      std::min<int64_t>(options.host_bytes / block_bytes, std::numeric_limits<int32_t>::max() - 1);
-  const int64_t spare_extents =
-      below == nullptr ? 0
-                       : std::clamp<int64_t>(num_extents / kBlocksPerTransfer, 1, kMaxTransfers);
-  if (num_extents < 2 + spare_extents) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("kv store: the host tier needs at least ", 2 + spare_extents, " blocks, ",
-                     (2 + spare_extents) * block_bytes, " bytes; it was given ", options.host_bytes,
-                     "; raise kv_host_size_gb"));
-  }
+  const bool has_lean =
+      options.on_demand_bytes > 0 && below != nullptr && below->NewReadQueue() != nullptr;
+  KVASIR_ASSIGN_OR_RETURN(const HostParts parts,
+                          DivideHost(options, format, below != nullptr, has_lean));
   std::unique_ptr<HostMemory> own_memory;
   if (options.memory == nullptr) {
     KVASIR_ASSIGN_OR_RETURN(own_memory, HostMemory::Open(""));
   }
   HostMemory& memory = options.memory != nullptr ? *options.memory : *own_memory;
-  KVASIR_RETURN_IF_ERROR(memory.Fit(format, options.owner, num_extents));
-  KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<PageResidency> pages,
-                          make_pages({.format = format,
-                                      .memory = memory,
-                                      .num_extents = num_extents,
-                                      .device_pages = options.device_bytes / layout.page_bytes(),
-                                      .num_slots = options.num_slots,
-                                      .max_blocks_per_slot = options.max_blocks_per_slot,
-                                      .key_codes = options.key_codes,
-                                      .freed_memory = options.freed_memory}));
+  KVASIR_RETURN_IF_ERROR(memory.Fit(format, options.owner, parts.num_extents));
+  std::unique_ptr<LeanBlocks> lean;
+  if (has_lean) {
+    KVASIR_ASSIGN_OR_RETURN(lean, LeanBlocks::Create({.format = format,
+                                                      .first_extent = parts.num_extents,
+                                                      .num_blocks = parts.num_lean,
+                                                      .num_slots = options.num_slots,
+                                                      .bytes = parts.page_cache_bytes,
+                                                      .num_threads = options.num_threads},
+                                                     *below));
+  }
+  const KvLayout& layout = options.shard.layout;
+  KVASIR_ASSIGN_OR_RETURN(
+      std::unique_ptr<PageResidency> pages,
+      make_pages({.format = format,
+                  .memory = memory,
+                  .num_extents = parts.num_extents,
+                  .device_pages = options.device_bytes / layout.page_bytes(),
+                  .num_slots = options.num_slots,
+                  .max_blocks_per_slot = options.max_blocks_per_slot,
+                  .key_codes = options.key_codes,
+                  .freed_memory = options.freed_memory,
+                  .lean_bounds = lean == nullptr ? std::vector<std::byte*>() : lean->all_bounds(),
+                  .page_cache_bytes = parts.page_cache_bytes}));
   return std::make_unique<KvStoreImpl>(options,
                                        KvStoreImpl::Parts{.format = format,
                                                           .own_memory = std::move(own_memory),
                                                           .memory = memory,
                                                           .pages = std::move(pages),
                                                           .below = std::move(below),
-                                                          .spare_extents = spare_extents});
+                                                          .lean = std::move(lean),
+                                                          .spare_extents = parts.spare_extents});
 }
 
 }  // namespace kvasir::kvstore

@@ -13,11 +13,16 @@
 // earlier store left in the host memory are adopted: they are stored, too, until their room is
 // needed, and Restore finds them first.
 //
+// With lean blocks (kvstore/on_demand/), blocks in use need no room in the host tier once they are
+// in the tier below: a restored block brings its digests alone, and where the host tier is full,
+// the blocks that were not read for longest leave it. Their pages are read from the tier below when
+// kernels want them.
+//
 // Residency changes only at step boundaries: tables are constant between BeginStep and EndStep, and
 // only const functions may be called between them; handles may be destroyed. A page read in place
 // from the host tier is a miss. It is promoted when the bytes missed in it over the last steps
 // exceed its size. Pages of open blocks are pinned in the device tier. The host tier includes every
-// sealed block, so eviction writes nothing back.
+// sealed block that is not lean, so eviction writes nothing back.
 //
 // A PageResidency decides how pages move, and whether they are verified on their way into the
 // device tier: a page that fails quarantines its block (see TakeCorrupt). Thread-compatible: used
@@ -38,6 +43,7 @@
 #include "kvstore/adopted_blocks.h"
 #include "kvstore/format/block.h"
 #include "kvstore/format/page_format.h"
+#include "kvstore/on_demand/page_cache.h"
 #include "kvstore/tiers/arena_residency.h"
 #include "kvstore/tiers/freed_memory.h"
 #include "kvstore/tiers/host_memory.h"
@@ -63,6 +69,11 @@ struct KvStoreOptions {
   // store makes its own.
   HostMemory* memory = nullptr;
   std::string owner = {};  // rank and degree: "rank 0 of 2". Others' blocks are not adopted
+  // KV of lean blocks, whose pages lie in the tier below alone. Half of host_bytes is then for
+  // single pages of them; what stays in memory of each block comes on top. 0: none. Without a tier
+  // below that can hold its blocks there are none either.
+  int64_t on_demand_bytes = 0;
+  int num_threads = 1;  // that run kernels
 };
 
 // With a tier below, one extent of the host tier in this many is set aside for blocks that are
@@ -122,6 +133,11 @@ struct KvStoreStats : ResidencyStats {
   int64_t failed_restores = 0;
   TierStats tier;
   AdoptionStats adoption;
+  // Lean blocks, all zero without them.
+  int64_t lean_blocks = 0;  // now
+  int64_t lean_blocks_total = 0;
+  int64_t shed_blocks = 0;  // that left the host tier while they were in use
+  PageCacheStats pages;
 };
 
 class KvStore {
@@ -206,9 +222,11 @@ class KvStore {
   // Waits until every accepted write has ended. Called before the process ends.
   virtual void Flush() = 0;
 
-  // Capacity in whole blocks, with which the coordinator plans.
+  // Capacity in whole blocks, with which the coordinator plans: open ones, and all.
   virtual int64_t device_blocks() const = 0;
   virtual int64_t host_blocks() const = 0;
+  // Waits of the slot's sequence for pages on disk, since the last call.
+  virtual SlotWaits TakeWaits(int64_t slot) = 0;
   virtual KvStoreStats stats() const = 0;
 
   // Free + used + pinned must add up in every tier; INTERNAL with the discrepancy. For tests.

@@ -45,11 +45,7 @@ void KvStoreImpl::WriteDueHeaders() {
 }
 
 absl::Status KvStoreImpl::RestoreAdopted(BlockId id, const PrefixHash& hash) {
-  const int64_t used = static_cast<int64_t>(blocks_.size()) - num_unused_;
-  if (used >= host_blocks()) {
-    return absl::ResourceExhaustedError(absl::StrCat("block ", id.value, ": 0 of ", host_blocks(),
-                                                     " blocks in the host tier are free"));
-  }
+  KVASIR_RETURN_IF_ERROR(CheckHostRoom(id));
   const int64_t extent = adopted_.BeginVerify(hash);
   extent_blocks_[static_cast<size_t>(extent)] = id;
   blocks_[id] = {.extent = extent, .kept = true, .transfer = Transfer::kVerifying, .hash = hash};

@@ -48,6 +48,7 @@ void KvStoreImpl::CancelWritesOf(const TierErase& order) {
     cancelled.push_back(write.id);
     return true;
   });
+  std::erase_if(unwritten_, [&](const QueuedWrite& write) { return order.Covers(write.block); });
   for (const BlockId id : cancelled) {
     blocks_.at(id).transfer = Transfer::kNone;
     FreeIfUnused(id);
@@ -69,7 +70,7 @@ bool KvStoreImpl::WipeHost(Erasing& erasing) {
   erasing.counts.host_bytes += bytes;
   if (bytes > 0) return false;
   for (const auto& [id, block] : blocks_) {
-    if (!host_.is_stale(block.extent)) continue;
+    if (IsLean(block) || !host_.is_stale(block.extent)) continue;
     if (block.sealed || block.transfer != Transfer::kNone) {
       host_.WipeWhenFreed(block.extent);
     } else {

@@ -1,8 +1,8 @@
 // The implementation of kv_store.h, for its own files only: kv_store.cc (blocks, slots, steps),
-// kv_store_tier.cc (the tier below), kv_store_adoption.cc (memory that outlives the store),
-// kv_store_erase.cc (overwriting what is forgotten),
-// kv_store_check.cc (checks of the bookkeeping). A PageResidency
-// knows where pages lie (tiers/page_residency.h).
+// kv_store_tier.cc (the tier below), kv_store_lean.cc (blocks whose pages stay there),
+// kv_store_adoption.cc (memory that outlives the store), kv_store_erase.cc (overwriting what is
+// forgotten), kv_store_check.cc (checks of the bookkeeping). A PageResidency knows where pages lie
+// (tiers/page_residency.h).
 #pragma once
 
 #include <algorithm>
@@ -23,6 +23,7 @@
 #include "kernels/paged/paged_kv.h"
 #include "kvstore/format/page_format.h"
 #include "kvstore/kv_store.h"
+#include "kvstore/on_demand/lean_blocks.h"
 #include "kvstore/tiers/host_slab.h"
 #include "kvstore/tiers/page_residency.h"
 #include "kvstore/tiers/tier.h"
@@ -37,6 +38,7 @@ class KvStoreImpl : public KvStore, private BlockOwner {
     HostMemory& memory;
     std::unique_ptr<PageResidency> pages;
     std::unique_ptr<Tier> below;
+    std::unique_ptr<LeanBlocks> lean;
     int64_t spare_extents = 0;  // of the host tier, for transfers
   };
 
@@ -77,7 +79,12 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   std::vector<StoredBlock> Inventory() const override;
   void Flush() override;
   int64_t device_blocks() const override { return pages_->device_pages() / pages_per_block_; }
-  int64_t host_blocks() const override { return host_.num_extents() - spare_extents_; }
+  int64_t host_blocks() const override {
+    return whole_room() + (lean_ == nullptr ? 0 : lean_->range().count);
+  }
+  SlotWaits TakeWaits(int64_t slot) override {
+    return lean_ == nullptr ? SlotWaits() : lean_->cache().TakeWaits(slot);
+  }
   KvStoreStats stats() const override;
   absl::Status CheckIntegrity() const override;
 
@@ -91,7 +98,8 @@ class KvStoreImpl : public KvStore, private BlockOwner {
     kVerifying
   };
   struct BlockState {
-    int64_t extent = 0;  // in the host tier, and in the tables of the residency
+    int64_t extent = 0;    // in the tables of the residency: of the host tier, or of a lean block
+    int64_t staging = -1;  // extent of the host tier through which a lean block is read
     int64_t handles = 0;
     bool sealed = false;
     bool kept = false;
@@ -125,6 +133,7 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   struct Read {
     BlockId id;
     bool at_peers = false;
+    bool is_front = false;  // of a lean block, without its pages
   };
   // A sealed block whose extent gets its header when it is whole.
   using DueHeader = QueuedWrite;
@@ -146,6 +155,34 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   // Takes an extent of the host tier for block `id`, and returns its index. RESOURCE_EXHAUSTED when
   // there is none.
   absl::StatusOr<int64_t> TakeHostExtent(BlockId id);
+  // Takes an extent of the host tier, of which a block or a transfer has room.
+  absl::StatusOr<int64_t> TakeHostMemory();
+  absl::Status CheckHostRoom(BlockId id) const;
+  bool IsLean(const BlockState& block) const {
+    return lean_ != nullptr && lean_->range().contains(block.extent);
+  }
+  // Blocks that may lie whole in the host tier, and those that do and are used.
+  int64_t whole_room() const { return host_.num_extents() - spare_extents_; }
+  int64_t num_whole() const {
+    return static_cast<int64_t>(blocks_.size()) - num_unused_ -
+           (lean_ == nullptr ? 0 : lean_->num_used());
+  }
+
+  // Makes room for a stored block that will be lean, if it can be.
+  bool TakeLean(BlockId id, const PrefixHash& hash);
+  // Where a block's read goes. A lean one's front is enough, unless key codes must be made, which
+  // are not stored: then all of it comes through an extent of the host tier.
+  absl::StatusOr<absl::Span<std::byte>> PlaceOfRead(BlockState& block);
+  void EndLeanRead(BlockState& block, const absl::Status& status);
+  void CopyFront(int64_t from, int64_t lean);
+  // Where the host tier is full, makes lean blocks of those that were not read for longest. Waits
+  // for writes if it must, for a bounded time.
+  void ShedBlocks();
+  int64_t ShedStored(int64_t most);
+  std::vector<BlockId> FindSheddable() const;
+  void Shed(BlockId id, std::unique_ptr<HeldExtent> held);
+  // Queues writes of sealed blocks, oldest first, where room in the host tier may get short.
+  void WriteToShed();
 
   void Quarantine(CorruptExtent corrupt);
   // Lets peers read a block whose extent is whole, with its header; and no longer.
@@ -164,11 +201,12 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   void CollectCompletions();
   void OnWritten(const QueuedWrite& write, const absl::Status& status);
   void OnRead(BlockId id, const TierCompletion& completion);
+  void EndRead(BlockId id, const absl::Status& status);
   void StartTransfers();
   void StartReads();
   void StartWrites();
   bool HasRoomForTransfer() const {
-    return static_cast<int64_t>(reads_.size() + writes_.size()) < spare_extents_;
+    return static_cast<int64_t>(reads_.size() + writes_.size()) - front_reads_ < spare_extents_;
   }
   // A peer that is slow or has stopped keeps its reads for seconds: the disk goes on beside them.
   int64_t MostReadsAtPeers() const { return std::max<int64_t>(1, spare_extents_ / 2); }
@@ -184,6 +222,7 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   const int64_t max_blocks_per_slot_;
 
   const int64_t spare_extents_;
+  const bool keeps_key_codes_;
 
   const std::unique_ptr<HostMemory> own_memory_;
   HostMemory& memory_;
@@ -193,8 +232,8 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   std::deque<DueHeader> due_headers_;  // in the order of sealing
   absl::Time next_headers_ = absl::InfinitePast();
   absl::flat_hash_map<BlockId, BlockState> blocks_;
-  int64_t num_unused_ = 0;
-  std::vector<BlockId> extent_blocks_;  // [extent], no id while the extent is free
+  int64_t num_unused_ = 0;              // of blocks that are not lean
+  std::vector<BlockId> extent_blocks_;  // [extent or lean block], no id while it is free
   bool in_step_ = false;
   uint32_t step_ = 0;
   uint64_t next_generation_ = 1;
@@ -202,8 +241,9 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   std::vector<CorruptBlock> corrupt_;
   KvStoreStats stats_;  // except those that pages_ counts
 
-  // Transfers in flight: each holds its block's extent; there are at most spare_extents_, and at
-  // most MostReadsAtPeers() of blocks that below_ did not hold itself.
+  // Transfers in flight: each holds its block's extent, or one to stage it; there are at most
+  // spare_extents_, and at most MostReadsAtPeers() of blocks that below_ did not hold itself. Reads
+  // of fronts come on top.
   std::deque<QueuedWrite> queued_writes_;
   std::deque<BlockId> queued_reads_;
   std::deque<BlockId> queued_at_peers_;  // reads that wait for room among those at peers
@@ -211,15 +251,19 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   absl::flat_hash_map<uint64_t, QueuedWrite> writes_;  // in flight, by ticket
   absl::flat_hash_map<uint64_t, Read> reads_;
   int64_t reads_at_peers_ = 0;  // of reads_
+  int64_t front_reads_ = 0;     // likewise; they do not count for spare_extents_
   std::vector<RestoredBlock> restored_;
   std::deque<Erasing> erasing_;
   std::vector<ErasedBlocks> erased_;
   // Changes since the last report. Without tokens: forgotten.
   absl::flat_hash_map<PrefixHash, std::optional<std::array<int32_t, kBlockTokens>>> changed_;
 
-  const std::unique_ptr<Tier> below_;      // null: none. Destroyed before the memory it works on
-  LentBlocks* const lent_;                 // of below_; null: peers read nothing
-  std::vector<std::vector<Block>> slots_;  // destroyed first: its handles call Release
+  std::deque<DueHeader> unwritten_;  // sealed, not known to be stored; used with lean blocks only
+
+  const std::unique_ptr<Tier> below_;       // null: none. Destroyed before the memory it works on
+  LentBlocks* const lent_;                  // of below_; null: peers read nothing
+  const std::unique_ptr<LeanBlocks> lean_;  // null: none
+  std::vector<std::vector<Block>> slots_;   // destroyed first: its handles call Release
 };
 
 }  // namespace kvasir::kvstore

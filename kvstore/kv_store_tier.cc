@@ -8,6 +8,12 @@
 #include "kvstore/kv_store_impl.h"
 
 namespace kvasir::kvstore {
+namespace {
+
+// Fronts of lean blocks in transfer. They need no extents, and are small.
+constexpr int64_t kMostFrontReads = 256;
+
+}  // namespace
 
 void KvStoreImpl::Persist(BlockId id, absl::Span<const int32_t> tokens) {
   KVASIR_CHECK(!in_step_ && tokens.size() == static_cast<size_t>(kBlockTokens));
@@ -20,7 +26,7 @@ void KvStoreImpl::Persist(BlockId id, absl::Span<const int32_t> tokens) {
   }
   // Limit: half of the host tier. A block that waits longer is likely to be evicted before its
   // turn.
-  if (static_cast<int64_t>(queued_writes_.size()) >= std::max<int64_t>(1, host_blocks() / 2)) {
+  if (static_cast<int64_t>(queued_writes_.size()) >= std::max<int64_t>(1, whole_room() / 2)) {
     ++stats_.dropped_writes;
     return;
   }
@@ -40,7 +46,7 @@ absl::Status KvStoreImpl::Restore(BlockId id, const PrefixHash& hash) {
   if (below_ == nullptr || !below_->MayRead(hash)) {
     return absl::NotFoundError(absl::StrCat("block ", id.value, " is not stored"));
   }
-  KVASIR_RETURN_IF_ERROR(TakeHostExtent(id).status());
+  if (!TakeLean(id, hash)) KVASIR_RETURN_IF_ERROR(TakeHostExtent(id).status());
   BlockState& block = blocks_.at(id);
   block.hash = hash;
   block.kept = true;
@@ -56,6 +62,7 @@ void KvStoreImpl::PollTier() {
   TakeVerified();
   if (below_ != nullptr) {
     CollectCompletions();
+    if (lean_ != nullptr) WriteToShed();
     StartTransfers();
   }
   AdvanceErases();
@@ -73,6 +80,7 @@ void KvStoreImpl::CollectCompletions() {
   for (const TierCompletion& completion : events.completions) {
     if (const auto read = reads_.extract(completion.ticket)) {
       reads_at_peers_ -= read.mapped().at_peers ? 1 : 0;
+      front_reads_ -= read.mapped().is_front ? 1 : 0;
       OnRead(read.mapped().id, completion);
     } else {
       OnWritten(writes_.extract(completion.ticket).mapped(), completion.status);
@@ -101,29 +109,37 @@ void KvStoreImpl::OnWritten(const QueuedWrite& write, const absl::Status& status
   if (status.ok() && below_->Holds(write.block.hash)) {
     changed_[write.block.hash] = write.block.tokens;
   }
+  if (!status.ok() && lean_ != nullptr) unwritten_.push_back(write);
   FreeIfUnused(write.id);
 }
 
 void KvStoreImpl::OnRead(BlockId id, const TierCompletion& completion) {
   BlockState& block = blocks_.at(id);
-  block.transfer = Transfer::kNone;
   const bool is_absent = completion.from_peer && absl::IsNotFound(completion.status);
   if (!is_absent) {
     ++(completion.status.ok() ? stats_.restored_blocks : stats_.failed_restores);
   }
-  if (!block.unused) restored_.push_back({.id = id, .status = completion.status});
   if (completion.status.ok()) {
     block.generation = completion.block.generation;
     block.owner = completion.block.owner;
-    host_.MarkWhole(block.extent);
     block.sealed = true;
     block.restored = true;
     block.from_peer = completion.from_peer;
-    Lend(block);
-    pages_->Restore(block.extent, block.hash);
-  } else {
-    block.kept = false;
+    if (!IsLean(block)) {
+      host_.MarkWhole(block.extent);
+      Lend(block);
+      pages_->Restore(block.extent, block.hash);
+    }
   }
+  if (IsLean(block)) EndLeanRead(block, completion.status);
+  EndRead(id, completion.status);
+}
+
+void KvStoreImpl::EndRead(BlockId id, const absl::Status& status) {
+  BlockState& block = blocks_.at(id);
+  block.transfer = Transfer::kNone;
+  if (!block.unused) restored_.push_back({.id = id, .status = status});
+  if (!status.ok()) block.kept = false;
   FreeIfUnused(id);
 }
 
@@ -146,11 +162,17 @@ void KvStoreImpl::StartTransfers() {
 void KvStoreImpl::StartReads() {
   std::vector<TierRead> reads;
   const auto start = [&](BlockId id, BlockState& block, bool at_peers) {
+    const absl::StatusOr<absl::Span<std::byte>> place = PlaceOfRead(block);
+    if (!place.ok()) {
+      EndRead(id, place.status());
+      return;
+    }
     block.transfer = Transfer::kReading;
+    const bool is_front = IsLean(block) && block.staging < 0;
     reads_at_peers_ += at_peers ? 1 : 0;
-    reads_[++next_ticket_] = {.id = id, .at_peers = at_peers};
-    reads.push_back(
-        {.ticket = next_ticket_, .hash = block.hash, .extent = host_.extent(block.extent)});
+    front_reads_ += is_front ? 1 : 0;
+    reads_[++next_ticket_] = {.id = id, .at_peers = at_peers, .is_front = is_front};
+    reads.push_back({.ticket = next_ticket_, .hash = block.hash, .extent = *place});
   };
   const auto is_dropped = [&](BlockId id) {
     const auto it = blocks_.find(id);
@@ -162,11 +184,13 @@ void KvStoreImpl::StartReads() {
     const BlockId id = queued_at_peers_.front();
     if (!is_dropped(id)) start(id, blocks_.at(id), /*at_peers=*/true);
   }
-  for (; HasRoomForTransfer() && !queued_reads_.empty(); queued_reads_.pop_front()) {
+  for (; !queued_reads_.empty(); queued_reads_.pop_front()) {
     const BlockId id = queued_reads_.front();
     if (is_dropped(id)) continue;
     BlockState& block = blocks_.at(id);
-    const bool at_peers = !below_->Holds(block.hash);
+    const bool is_front = IsLean(block) && !keeps_key_codes_;
+    if (is_front ? front_reads_ == kMostFrontReads : !HasRoomForTransfer()) break;
+    const bool at_peers = !IsLean(block) && !below_->Holds(block.hash);
     if (at_peers && !peers_have_room()) {
       queued_at_peers_.push_back(id);
     } else {

@@ -61,6 +61,17 @@ absl::Status CheckShardPlan(const v1::ShardPlan& plan) {
       !(plan.kv().kv_disk_size_gb() > 0 && plan.kv().kv_disk_size_gb() <= kMaxDiskGb)) {
     return bad("a disk tier of ", plan.kv().kv_disk_size_gb(), " GB");
   }
+  const double on_demand_gb = plan.kv().kv_on_demand_size_gb();
+  if (!(on_demand_gb >= 0 && on_demand_gb <= kMaxDiskGb)) {
+    return bad("kv_on_demand_size_gb ", on_demand_gb);
+  }
+  if (on_demand_gb > 0 && plan.kv().kv_disk_path().empty()) {
+    return bad("kv_on_demand_size_gb ", on_demand_gb, " without kv_disk_path");
+  }
+  if (on_demand_gb > plan.kv().kv_disk_size_gb()) {
+    return bad("kv_on_demand_size_gb ", on_demand_gb, " on a disk tier of ",
+               plan.kv().kv_disk_size_gb(), " GB; raise kv_disk_size_gb");
+  }
   if (!(plan.mass_sample_rate() >= 0 && plan.mass_sample_rate() <= 1)) {
     return bad("mass_sample_rate ", plan.mass_sample_rate());
   }
@@ -92,6 +103,7 @@ v1::MassUnmeasured WhyUnmeasured(const v1::ShardPlan& plan, const Transformer& m
   if (model.options().extension == PositionExtension::kStreaming) {
     return v1::MASS_UNMEASURED_COMPACT_POSITIONS;
   }
+  if (plan.kv().kv_on_demand_size_gb() > 0) return v1::MASS_UNMEASURED_ON_DEMAND;
   return plan.mass_sample_rate() > 0 ? v1::MASS_UNMEASURED_UNSPECIFIED : v1::MASS_UNMEASURED_OFF;
 }
 
@@ -188,22 +200,29 @@ absl::StatusOr<std::unique_ptr<Collective>> GroupMember::Connect(const v1::Shard
 absl::StatusOr<std::unique_ptr<Engine>> GroupMember::MakeEngine(const v1::ShardPlan& plan,
                                                                 Collective& collective,
                                                                 const Progress& progress) {
+  if (plan.kv().kv_on_demand_size_gb() > 0 && !backend_.ReadsPagesOnDisk()) {
+    return absl::UnimplementedError(
+        "kv_on_demand_size_gb is served with --device=cpu only; on a GPU leave it 0");
+  }
   const absl::string_view hash(reinterpret_cast<const char*>(model_->weights_hash.data()),
                                model_->weights_hash.size());
-  const EngineOptions options = {.group_epoch = plan.group_epoch(),
-                                 .max_num_seqs = plan.max_num_seqs(),
-                                 .max_num_batched_tokens = plan.max_num_batched_tokens(),
-                                 .kv_dtype = model_->kv_dtype,
-                                 .kv = {.device = GbToBytes(plan.kv().kv_device_size_gb()),
-                                        .host = GbToBytes(plan.kv().kv_host_size_gb())},
-                                 .ranks_on_machine = plan.ranks_on_machine(),
-                                 .gpu_memory_utilization = plan.kv().gpu_memory_utilization(),
-                                 .weights_hash = std::string(hash),
-                                 .kv_form = model_->kv_form,
-                                 .policies = {plan.policies().begin(), plan.policies().end()},
-                                 .mass_sample_rate = plan.mass_sample_rate(),
-                                 .memory = options_.memory,
-                                 .on_stage = [&](absl::string_view stage) { progress(stage, 0); }};
+  const EngineOptions options = {
+      .group_epoch = plan.group_epoch(),
+      .max_num_seqs = plan.max_num_seqs(),
+      .max_num_batched_tokens = plan.max_num_batched_tokens(),
+      .kv_dtype = model_->kv_dtype,
+      .kv = {.device = GbToBytes(plan.kv().kv_device_size_gb()),
+             .host = GbToBytes(plan.kv().kv_host_size_gb())},
+      .on_demand_bytes = GbToBytes(plan.kv().kv_on_demand_size_gb()),
+      .ranks_on_machine = plan.ranks_on_machine(),
+      .gpu_memory_utilization = plan.kv().gpu_memory_utilization(),
+      .weights_hash = std::string(hash),
+      .kv_form = model_->kv_form,
+      .policies = {plan.policies().begin(), plan.policies().end()},
+      // Measuring reads every page.
+      .mass_sample_rate = plan.kv().kv_on_demand_size_gb() > 0 ? 0 : plan.mass_sample_rate(),
+      .memory = options_.memory,
+      .on_stage = [&](absl::string_view stage) { progress(stage, 0); }};
   KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<kvstore::Tier> below,
                           MakeTier(plan, KvShardOf(options, *model_->transformer)));
   return Engine::Create(options, *model_->transformer, collective, std::move(below));
@@ -242,6 +261,7 @@ v1::WorkerMessage GroupMember::MakeReady(const v1::ShardPlan& plan, const Engine
   ready.set_kv_form(model_->kv_form);
   ready.set_device_blocks(static_cast<uint64_t>(engine.store().device_blocks()));
   ready.set_host_blocks(static_cast<uint64_t>(engine.store().host_blocks()));
+  ready.set_lean_blocks(static_cast<uint64_t>(engine.store().stats().lean_blocks_total));
   ready.set_block_bytes(static_cast<uint64_t>(engine.block_bytes()));
   ready.set_vocab_size(static_cast<uint32_t>(model.config.vocab_size));
   ready.set_max_model_len(static_cast<uint32_t>(model.max_model_len));

@@ -9,6 +9,9 @@
 #include "prometheus/gauge.h"
 #include "prometheus/histogram.h"
 
+#include "worker/metric_families.h"
+#include "worker/page_metrics.h"
+
 namespace kvasir::worker {
 namespace {
 
@@ -25,28 +28,10 @@ const Histogram::BucketBoundaries kBudgetTokens = {
     64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 1048576};
 const Histogram::BucketBoundaries kMassKept = {.5, .7, .8, .9, .95, .97, .98, .99, .995, .999, 1};
 
-Family<Counter>& AddCounter(prometheus::Registry& registry, const char* name, const char* help) {
-  return prometheus::BuildCounter().Name(name).Help(help).Register(registry);
-}
-Family<Gauge>& AddGauge(prometheus::Registry& registry, const char* name, const char* help) {
-  return prometheus::BuildGauge().Name(name).Help(help).Register(registry);
-}
 Family<Histogram>& AddHistogram(prometheus::Registry& registry, const char* name,
                                 const char* help) {
   return prometheus::BuildHistogram().Name(name).Help(help).Register(registry);
 }
-
-// A counter that follows a total which starts at 0 with each group.
-struct Following {
-  Counter* counter = nullptr;
-  double seen = 0;
-
-  void Follow(double total) {
-    counter->Increment(total - seen);
-    seen = total;
-  }
-  void Follow(int64_t total) { Follow(static_cast<double>(total)); }
-};
 
 struct PeerFamilies {
   explicit PeerFamilies(prometheus::Registry& r)
@@ -97,6 +82,7 @@ struct WorkerMetrics::Families {
         read_errors(AddCounter(r, "kvasir_kv_read_errors_total",
                                "Reads that a device failed at first; each is tried once more.")),
         peers(r),
+        pages(r),
         blocks(AddCounter(r, "kvasir_attention_blocks_total",
                           "Pages that dense attention would have read, over layers and KV heads.")),
         blocks_skipped(AddCounter(r, "kvasir_attention_blocks_skipped_total",
@@ -143,6 +129,7 @@ struct WorkerMetrics::Families {
   Family<Counter>& checksum_failures;
   Family<Counter>& read_errors;
   PeerFamilies peers;
+  PageFamilies pages;
   Family<Counter>& blocks;
   Family<Counter>& blocks_skipped;
   Family<Counter>& mask_refresh;
@@ -255,6 +242,7 @@ struct WorkerMetrics::Series {
         not_fetched{&f.peers.blocks.Add(With({{"result", "failed"}}))},
         refused{&f.peers.blocks.Add(With({{"result", "refused"}}))},
         lent{&f.peers.blocks.Add(With({{"result", "lent"}}))},
+        pages(f.pages, labels),
         selection_memory(f.selection_memory.Add(labels)),
         step_seconds(f.step_seconds.Add(labels, kStepSeconds)),
         step_tokens(f.step_tokens.Add(labels, kStepTokens)) {
@@ -294,6 +282,7 @@ struct WorkerMetrics::Series {
   Gauge& peers_configured;
   Gauge& peers_linked;
   Following from_peer, to_peer, fetched, absent, not_fetched, refused, lent;
+  PageSeries pages;
   Gauge& selection_memory;
   Histogram& step_seconds;
   Histogram& step_tokens;
@@ -361,6 +350,7 @@ void WorkerMetrics::RecordTiers(const Engine& engine) {
   s.selection_memory.Set(static_cast<double>(engine.selection_memory_bytes()));
   RecordDisk(engine, stats);
   RecordPeers(stats.tier.peers);
+  s.pages.Record(stats);
 }
 
 void WorkerMetrics::RecordPeers(const kvstore::PeerStats& peers) {

@@ -140,6 +140,8 @@ const char* WhyUnmeasured(v1::MassUnmeasured why) {
       return "unknown: the server measures none, its --mass-sample-rate is 0";
     case v1::MASS_UNMEASURED_GPU:
       return "unknown: a worker on a GPU does not measure it";
+    case v1::MASS_UNMEASURED_ON_DEMAND:
+      return "unknown: it is not measured with --kv-on-demand-size-gb";
     case v1::MASS_UNMEASURED_COMPACT_POSITIONS:
       return "unknown: it is not measured under --position-extension=streaming";
     case v1::MASS_UNMEASURED_NOT_DRAWN:
@@ -279,6 +281,10 @@ std::string FinishSummary(const v1::Finish& finish) {
       absl::StrFormat("  tokens attended to       %.0f per decoded token, layer and KV head\n",
                       attention.decode_budget_tokens()),
       MassLines(attention));
+  if (attention.disk_page_waits() > 0) {
+    absl::StrAppendFormat(&text, "  waits for pages on disk  %s, %.3f s in all\n",
+                          WithCommas(attention.disk_page_waits()), attention.disk_wait_s());
+  }
   if (attention.has_contract()) {
     const v1::ContractReport& contract = attention.contract();
     absl::StrAppendFormat(

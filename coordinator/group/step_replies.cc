@@ -35,6 +35,8 @@ void AddAccounting(const v1::RowAccounting& from, v1::RowAccounting& to) {
   AddContract(from.contract(), *to.mutable_contract());
   to.set_attended_tokens(to.attended_tokens() + from.attended_tokens());
   to.set_attending_rows(to.attending_rows() + from.attending_rows());
+  to.set_disk_page_waits(to.disk_page_waits() + from.disk_page_waits());
+  to.set_disk_wait_s(to.disk_wait_s() + from.disk_wait_s());
   AddCounts(from.stages_run(), *to.mutable_stages_run());
   AddCounts(from.stages_reused(), *to.mutable_stages_reused());
   if (from.cached_device_tokens() < to.cached_device_tokens()) {

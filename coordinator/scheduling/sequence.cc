@@ -187,6 +187,8 @@ void Sequence::Account(const v1::RowAccounting& row, RowKind kind) {
   AddPhase(row.decode(), decode);
   attended_tokens += row.attended_tokens();
   attending_rows += row.attending_rows();
+  disk_page_waits += row.disk_page_waits();
+  disk_wait_s += row.disk_wait_s();
   AddMassSamples(row.estimated_mass(), estimated_mass);
   AddContract(row.contract(), contract);
 }
@@ -218,6 +220,8 @@ v1::AttentionReport Sequence::Report(v1::MassUnmeasured unmeasured) const {
   *report.mutable_decode_blocks_skipped() = Skipped(decode);
   report.set_device_page_hits(prefill.page_hits() + decode.page_hits());
   report.set_device_page_misses(prefill.page_misses() + decode.page_misses());
+  report.set_disk_page_waits(disk_page_waits);
+  report.set_disk_wait_s(disk_wait_s);
   if (prefill.measured_mass().samples() > 0) {
     *report.mutable_prefill_measured_mass() = Summarize(prefill.measured_mass());
   } else {

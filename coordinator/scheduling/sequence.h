@@ -189,6 +189,8 @@ struct Sequence {
   v1::PhaseAccounting prefill, decode;  // by the parts of the policy
   v1::MassSamples estimated_mass;
   v1::ContractReport contract;
+  uint64_t disk_page_waits = 0;
+  double disk_wait_s = 0;
   uint64_t attended_tokens = 0;  // in decoding, summed over attending_rows
   uint64_t attending_rows = 0;
   std::optional<uint32_t> matched_stop_token;

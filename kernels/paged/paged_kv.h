@@ -18,6 +18,7 @@
 #include "kernels/base/dtype.h"
 #include "kernels/base/host_device.h"
 #include "kernels/base/status_macros.h"
+#include "kernels/paged/absent_pages.h"
 
 namespace kvasir::kernels {
 
@@ -119,6 +120,8 @@ struct PagedKv {
   // kept.
   std::byte* const* key_codes = nullptr;
   AccessRecord accesses;
+  // Pages on disk, for kernels on the CPU. Null: an absent page cannot be read.
+  AbsentPages* on_disk = nullptr;
 
   KVASIR_HOST_DEVICE int64_t extent(int64_t slot, int64_t block) const {
     return block_extents[slot * max_blocks_per_slot + block];
@@ -128,20 +131,28 @@ struct PagedKv {
     if (extent(slot, block) < 0) return PageRef();
     return pages[PageIndex(slot, block, layer, head)];
   }
-  // Resolves for reading `bytes` of the page. Records the access, and the miss when the page is
-  // read in place from the host tier. Absent when the slot has no such block.
+  // Resolves for attention to `bytes` of the page, which is brought from disk if it lies there.
+  // Records the access, and the miss when the page is read in place from the host tier. Absent when
+  // the slot has no such block, or its page cannot be read.
   PageRef Read(int64_t slot, int64_t block, int64_t layer, int64_t head, int64_t bytes) const {
     if (extent(slot, block) < 0) return PageRef();
     const int64_t index = PageIndex(slot, block, layer, head);
     const PageRef ref = pages[index];
-    if (accesses.last_touched == nullptr) return ref;
-    std::atomic_ref<uint32_t>(accesses.last_touched[index])
-        .store(*accesses.step, std::memory_order_relaxed);
-    if (ref.tier() == PageTier::kHost) {
-      std::atomic_ref<uint32_t>(accesses.missed_bytes[index])
-          .fetch_add(static_cast<uint32_t>(bytes), std::memory_order_relaxed);
+    if (accesses.last_touched != nullptr) {
+      std::atomic_ref<uint32_t>(accesses.last_touched[index])
+          .store(*accesses.step, std::memory_order_relaxed);
+      if (ref.tier() == PageTier::kHost) {
+        std::atomic_ref<uint32_t>(accesses.missed_bytes[index])
+            .fetch_add(static_cast<uint32_t>(bytes), std::memory_order_relaxed);
+      }
     }
-    return ref;
+    return ref.tier() == PageTier::kAbsent ? Bring(slot, index, PageUse::kAttend) : ref;
+  }
+  // Resolves for a selector that reads keys, without recording. Otherwise as Read.
+  PageRef Find(int64_t slot, int64_t block, int64_t layer, int64_t head) const {
+    const PageRef ref = Peek(slot, block, layer, head);
+    if (ref.tier() != PageTier::kAbsent || extent(slot, block) < 0) return ref;
+    return Bring(slot, PageIndex(slot, block, layer, head), PageUse::kSelect);
   }
   // Returns min[head_dim] then max[head_dim] of the keys of a page, in the element dtype.
   KVASIR_HOST_DEVICE std::byte* Bounds(int64_t slot, int64_t block, int64_t layer,
@@ -155,11 +166,17 @@ struct PagedKv {
     return key_codes[extent(slot, block)] +
            layout.page_in_block(layer, head) * layout.page_key_codes_bytes();
   }
-
- private:
+  // Returns the page's index in `pages`. REQUIRES: the slot has the block.
   KVASIR_HOST_DEVICE int64_t PageIndex(int64_t slot, int64_t block, int64_t layer,
                                        int64_t head) const {
     return extent(slot, block) * layout.pages_per_block() + layout.page_in_block(layer, head);
+  }
+
+ private:
+  PageRef Bring(int64_t slot, int64_t index, PageUse use) const {
+    if (on_disk == nullptr) return PageRef();
+    std::byte* const page = on_disk->Bring(slot, index, use);
+    return page == nullptr ? PageRef() : PageRef(page, PageTier::kHost);
   }
 };
 

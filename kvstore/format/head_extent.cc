@@ -34,7 +34,7 @@ absl::StatusOr<HeadExtent> HeadExtent::Create(const ExtentFormat& rank, const He
 }
 
 // The pages of a layer's neighbouring heads lie side by side in both, and so does what is by page.
-void HeadExtent::ForEachPart(absl::FunctionRef<void(int64_t, int64_t, int64_t)> visit) const {
+void HeadExtent::ForEachPartOfFront(VisitPart visit) const {
   constexpr auto kChecksumBytes = static_cast<int64_t>(sizeof(uint64_t));
   const kernels::KvLayout& layout = rank_.shard().layout;
   const int64_t count = heads_.shard().layout.num_kv_heads;
@@ -47,7 +47,17 @@ void HeadExtent::ForEachPart(absl::FunctionRef<void(int64_t, int64_t, int64_t)> 
     visit(rank_.bounds_offset() + page * layout.page_bounds_bytes(),
           heads_.bounds_offset() + to * layout.page_bounds_bytes(),
           count * layout.page_bounds_bytes());
-    visit(rank_.page_offset(page), heads_.page_offset(to), count * layout.page_bytes());
+  }
+}
+
+void HeadExtent::ForEachPart(VisitPart visit) const {
+  ForEachPartOfFront(visit);
+  const kernels::KvLayout& layout = rank_.shard().layout;
+  const int64_t count = heads_.shard().layout.num_kv_heads;
+  const int64_t head = heads_.shard().first_head - rank_.shard().first_head;
+  for (int64_t layer = 0; layer < layout.num_layers; ++layer) {
+    visit(rank_.page_offset(layout.page_in_block(layer, head)), heads_.page_offset(layer * count),
+          count * layout.page_bytes());
   }
 }
 
@@ -70,6 +80,13 @@ void HeadExtent::Scatter(absl::Span<const std::byte> heads_extent,
                          absl::Span<std::byte> rank_extent) const {
   ForEachPart([&](int64_t to, int64_t from, int64_t bytes) {
     std::memcpy(rank_extent.data() + to, heads_extent.data() + from, static_cast<size_t>(bytes));
+  });
+}
+
+void HeadExtent::ScatterFront(absl::Span<const std::byte> heads_front,
+                              absl::Span<std::byte> rank_front) const {
+  ForEachPartOfFront([&](int64_t to, int64_t from, int64_t bytes) {
+    std::memcpy(rank_front.data() + to, heads_front.data() + from, static_cast<size_t>(bytes));
   });
 }
 

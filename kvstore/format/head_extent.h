@@ -50,12 +50,18 @@ class HeadExtent {
   // Puts the pages, bounds and page checksums of the heads' extent into their places in the rank's
   // and leaves everything else of that as it is. Different heads may do so on different threads.
   void Scatter(absl::Span<const std::byte> heads_extent, absl::Span<std::byte> rank_extent) const;
+  // The same without the pages: both are fronts of extents (page_format.h).
+  void ScatterFront(absl::Span<const std::byte> heads_front,
+                    absl::Span<std::byte> rank_front) const;
 
  private:
+  // Called with an offset in the rank's extent, one in the heads', and a number of bytes.
+  using VisitPart = absl::FunctionRef<void(int64_t, int64_t, int64_t)>;
+
   HeadExtent(const ExtentFormat& rank, const ExtentFormat& heads) : rank_(rank), heads_(heads) {}
 
-  // Calls visit(offset in the rank's extent, offset in the heads', bytes) for every part.
-  void ForEachPart(absl::FunctionRef<void(int64_t, int64_t, int64_t)> visit) const;
+  void ForEachPartOfFront(VisitPart visit) const;
+  void ForEachPart(VisitPart visit) const;
 
   ExtentFormat rank_;
   ExtentFormat heads_;

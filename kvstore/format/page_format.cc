@@ -181,7 +181,7 @@ PageIdentity ExtentFormat::identity(const PrefixHash& block, int64_t page_in_blo
 }
 
 void ExtentFormat::WriteHeader(const BlockIdentity& block, absl::Span<std::byte> extent) const {
-  KVASIR_CHECK(static_cast<int64_t>(extent.size()) == extent_bytes_);
+  KVASIR_CHECK(static_cast<int64_t>(extent.size()) >= pages_offset_);
   Header header = MakeHeader(*this, block);
   for (Section& section : header.sections) {
     if (!HasChecksum(section)) continue;
@@ -242,9 +242,9 @@ absl::StatusOr<BlockIdentity> ExtentFormat::ReadHeader(absl::Span<const std::byt
 }
 
 absl::StatusOr<BlockIdentity> ExtentFormat::ReadSections(absl::Span<const std::byte> extent) const {
-  if (static_cast<int64_t>(extent.size()) != extent_bytes_) {
+  if (static_cast<int64_t>(extent.size()) < pages_offset_) {
     return absl::DataLossError(
-        absl::StrCat("extent: ", extent.size(), " bytes, expected ", extent_bytes_));
+        absl::StrCat("extent: ", extent.size(), " bytes, its front has ", pages_offset_));
   }
   KVASIR_ASSIGN_OR_RETURN(const BlockIdentity found, ReadHeader(extent));
   Header header;
@@ -259,20 +259,30 @@ absl::StatusOr<BlockIdentity> ExtentFormat::ReadSections(absl::Span<const std::b
   return found;
 }
 
+absl::Status ExtentFormat::VerifyFront(const BlockIdentity& expected,
+                                       absl::Span<const std::byte> front) const {
+  KVASIR_ASSIGN_OR_RETURN(const BlockIdentity found, ReadSections(front));
+  if (found.hash == expected.hash && found.generation == expected.generation &&
+      found.tokens == expected.tokens) {
+    return absl::OkStatus();
+  }
+  return absl::DataLossError(absl::StrCat(
+      "extent: block ", Hex(found.hash.data(), 4), " of generation ", found.generation,
+      ", expected ", Hex(expected.hash.data(), 4), " of generation ", expected.generation));
+}
+
 absl::Status ExtentFormat::Verify(const BlockIdentity& expected,
                                   absl::Span<const std::byte> extent) const {
-  KVASIR_ASSIGN_OR_RETURN(const BlockIdentity found, ReadSections(extent));
-  if (found.hash != expected.hash || found.generation != expected.generation ||
-      found.tokens != expected.tokens) {
-    return absl::DataLossError(absl::StrCat(
-        "extent: block ", Hex(found.hash.data(), 4), " of generation ", found.generation,
-        ", expected ", Hex(expected.hash.data(), 4), " of generation ", expected.generation));
+  if (static_cast<int64_t>(extent.size()) != extent_bytes_) {
+    return absl::DataLossError(
+        absl::StrCat("extent: ", extent.size(), " bytes, expected ", extent_bytes_));
   }
+  KVASIR_RETURN_IF_ERROR(VerifyFront(expected, extent));
   const size_t page_bytes = static_cast<size_t>(shard_.layout.page_bytes());
   for (int64_t i = 0; i < shard_.layout.pages_per_block(); ++i) {
     uint64_t checksum = 0;
     std::memcpy(&checksum, extent.data() + checksums_offset() + i * 8, sizeof(checksum));
-    const PageIdentity place = identity(found.hash, i);
+    const PageIdentity place = identity(expected.hash, i);
     if (checksum !=
         PageChecksum(place, extent.subspan(static_cast<size_t>(page_offset(i)), page_bytes))) {
       return absl::DataLossError(absl::StrCat("extent: wrong checksum of the page of layer ",

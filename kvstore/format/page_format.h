@@ -70,8 +70,7 @@ class ExtentFormat {
   const KvShard& shard() const { return shard_; }
   PageIdentity identity(const PrefixHash& block, int64_t page_in_block) const;
 
-  // Completes an extent whose page checksums, bounds and pages are in place.
-  // REQUIRES: extent.size() == extent_bytes().
+  // Completes an extent whose page checksums and bounds are in place, or only its front.
   void WriteHeader(const BlockIdentity& block, absl::Span<std::byte> extent) const;
   // Whether an extent begins like a header, sound or not; and makes it one that does not.
   static bool HasHeader(absl::Span<const std::byte> extent);
@@ -82,11 +81,13 @@ class ExtentFormat {
   // FAILED_PRECONDITION when they belong to another version, byte order, model, shard or shape.
   absl::StatusOr<BlockIdentity> ReadHeader(absl::Span<const std::byte> header) const;
   // As ReadHeader, and DATA_LOSS when page checksums or bounds are not as written. Pages are not
-  // looked at.
+  // looked at: the extent's front is enough, the pages_offset() bytes before them.
   absl::StatusOr<BlockIdentity> ReadSections(absl::Span<const std::byte> extent) const;
   // OK when the extent is the block's and every byte that can be read from it is as written. Errors
   // are those of ReadHeader, and DATA_LOSS for another block or generation.
   absl::Status Verify(const BlockIdentity& expected, absl::Span<const std::byte> extent) const;
+  // The same of an extent's front.
+  absl::Status VerifyFront(const BlockIdentity& expected, absl::Span<const std::byte> front) const;
 
   // Names version, model, shard and shape. Stores with equal fingerprints can read each other's
   // extents.

@@ -7,6 +7,25 @@
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::kvstore {
+namespace {
+
+class HeldByHeads : public HeldExtent {
+ public:
+  explicit HeldByHeads(std::vector<std::unique_ptr<HeldExtent>> heads) : heads_(std::move(heads)) {}
+  Place Find(int64_t page_in_block) const override {
+    const auto num_heads = std::ssize(heads_);
+    return heads_[static_cast<size_t>(page_in_block % num_heads)]->Find(page_in_block / num_heads);
+  }
+  bool IsOfSealing(uint64_t generation) const override {
+    return std::all_of(heads_.begin(), heads_.end(),
+                       [&](const auto& head) { return head->IsOfSealing(generation); });
+  }
+
+ private:
+  const std::vector<std::unique_ptr<HeldExtent>> heads_;
+};
+
+}  // namespace
 
 HeadStores::HeadStores(const ExtentFormat& format, std::vector<std::unique_ptr<Tier>> heads)
     : format_(format), heads_(std::move(heads)), in_flight_(heads_.size()) {
@@ -105,6 +124,25 @@ void HeadStores::Wait() {
 bool HeadStores::Holds(const PrefixHash& hash) const {
   return std::all_of(heads_.begin(), heads_.end(),
                      [&](const auto& head) { return head->Holds(hash); });
+}
+
+std::unique_ptr<HeldExtent> HeadStores::Hold(const PrefixHash& hash) {
+  std::vector<std::unique_ptr<HeldExtent>> held;
+  for (const auto& head : heads_) {
+    held.push_back(head->Hold(hash));
+    if (held.back() == nullptr) return nullptr;
+  }
+  return std::make_unique<HeldByHeads>(std::move(held));
+}
+
+// The stores of all heads use files of one kind, so that one's queue serves all.
+std::unique_ptr<IoQueue> HeadStores::NewReadQueue() {
+  std::unique_ptr<IoQueue> queue;
+  for (const auto& head : heads_) {
+    queue = head->NewReadQueue();
+    if (queue == nullptr) break;
+  }
+  return queue;
 }
 
 std::vector<StoredBlock> HeadStores::Inventory() const {

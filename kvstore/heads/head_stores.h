@@ -30,6 +30,11 @@ class HeadStores : public Tier {
   void Wait() override;
   const ExtentFormat& format() const override { return format_; }
   bool Holds(const PrefixHash& hash) const override;
+  std::unique_ptr<HeldExtent> Hold(const PrefixHash& hash) override;
+  std::unique_ptr<IoQueue> NewReadQueue() override;
+  void ForgetDamaged(const PrefixHash& hash) override {
+    for (const auto& head : heads_) head->ForgetDamaged(hash);
+  }
   std::vector<StoredBlock> Inventory() const override;
   uint64_t first_generation() const override;
   // Counts of blocks are those of whole blocks, except of damage: a block counts for each head that

@@ -32,7 +32,9 @@ absl::StatusOr<std::unique_ptr<PageResidency>> ArenaResidency::Make(
       kernels::HostBuffer pages,
       kernels::HostBuffer::Allocate(options.device_pages * layout.page_bytes()));
   const int64_t codes_bytes =
-      options.key_codes ? options.num_extents * layout.block_key_codes_bytes() : 0;
+      options.key_codes
+          ? (options.num_extents + std::ssize(options.lean_bounds)) * layout.block_key_codes_bytes()
+          : 0;
   KVASIR_ASSIGN_OR_RETURN(kernels::HostBuffer codes, kernels::HostBuffer::Allocate(codes_bytes));
   DeviceArena device(std::move(pages), options.device_pages, layout.page_bytes(),
                      options.freed_memory);
@@ -52,14 +54,16 @@ ArenaResidency::ArenaResidency(const ResidencyOptions& options, DeviceArena devi
       device_(std::move(device)),
       host_(std::move(host)),
       codes_(std::move(codes)),
-      extent_states_(static_cast<size_t>(options.num_extents)) {
+      extent_states_(static_cast<size_t>(options.num_extents) + options.lean_bounds.size()) {
   const size_t num_pages = extent_states_.size() * static_cast<size_t>(pages_per_block_);
   pages_.resize(num_pages);
   last_touched_.resize(num_pages, kNeverTouched);
   missed_bytes_.resize(num_pages);
   for (int64_t extent = 0; extent < options.num_extents; ++extent) {
     bounds_.push_back(host_.bounds(extent));
-    if (!options.key_codes) continue;
+  }
+  bounds_.insert(bounds_.end(), options.lean_bounds.begin(), options.lean_bounds.end());
+  for (int64_t extent = 0; options.key_codes && extent < std::ssize(extent_states_); ++extent) {
     key_codes_.push_back(codes_.data() + extent * layout_.block_key_codes_bytes());
   }
   block_extents_.resize(static_cast<size_t>(num_slots_ * max_blocks_per_slot_), -1);
@@ -112,6 +116,26 @@ void ArenaResidency::Restore(int64_t extent, const PrefixHash& hash) {
   }
   at(extent).state = ExtentState::kSealed;
   at(extent).hash = hash;
+}
+
+void ArenaResidency::MakeLean(int64_t lean, const PrefixHash& hash, std::optional<int64_t> from) {
+  KVASIR_CHECK(at(lean).state == ExtentState::kNone && lean >= host_.num_extents());
+  ForgetAccesses(lean);
+  if (from.has_value() && !key_codes_.empty()) {
+    std::memcpy(key_codes_[static_cast<size_t>(lean)], key_codes_[static_cast<size_t>(*from)],
+                static_cast<size_t>(layout_.block_key_codes_bytes()));
+  }
+  at(lean).state = ExtentState::kLean;
+  at(lean).hash = hash;
+}
+
+uint32_t ArenaResidency::LastRead(int64_t extent) const {
+  uint32_t last = 0;
+  for (int64_t page = first_page(extent); page < first_page(extent + 1); ++page) {
+    const uint32_t touched = last_touched_[static_cast<size_t>(page)];
+    if (touched != kNeverTouched) last = std::max(last, touched);
+  }
+  return last;
 }
 
 void ArenaResidency::Free(int64_t extent) {
@@ -267,8 +291,9 @@ absl::Status ArenaResidency::CheckExtent(int64_t extent, int64_t& in_device) con
   const ExtentState state = at(extent).state;
   for (int64_t page = first_page(extent); page < first_page(extent + 1); ++page) {
     const PageRef page_ref = ref(page);
-    if (state == ExtentState::kNone) {
-      if (page_ref.tier() != PageTier::kAbsent) return broken("can be read and holds no block");
+    if (state == ExtentState::kNone || state == ExtentState::kLean) {
+      if (page_ref.tier() != PageTier::kAbsent)
+        return broken("has a page in memory and no room for it");
     } else if (page_ref.tier() == PageTier::kDevice) {
       ++in_device;
       if (device_.page(device_.slot_of(page_ref.page())) != page) {

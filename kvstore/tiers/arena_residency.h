@@ -25,6 +25,8 @@ class ArenaResidency final : public PageResidency {
   bool SealsAtOnce() const override { return true; }
   absl::StatusOr<bool> IsExtentWhole(int64_t) override { return true; }
   void Restore(int64_t extent, const PrefixHash& hash) override;
+  void MakeLean(int64_t lean, const PrefixHash& hash, std::optional<int64_t> from) override;
+  uint32_t LastRead(int64_t extent) const override;
   void Free(int64_t extent) override;
   void Bind(int64_t slot, int64_t index, int64_t extent) override;
   int64_t BoundExtent(int64_t slot, int64_t index) const override {
@@ -39,11 +41,11 @@ class ArenaResidency final : public PageResidency {
   absl::Status CheckIntegrity() const override;
 
  private:
-  enum class ExtentState : uint8_t { kNone, kOpen, kSealed };
+  enum class ExtentState : uint8_t { kNone, kOpen, kSealed, kLean };
   struct Extent {
     ExtentState state = ExtentState::kNone;
     bool corrupt = false;
-    PrefixHash hash{};     // of a sealed block
+    PrefixHash hash{};     // of a sealed or lean block
     int64_t bindings = 0;  // number of slots bound to it
   };
   // A page read in place, as a candidate for the device tier.
@@ -87,6 +89,7 @@ class ArenaResidency final : public PageResidency {
   HostSlab host_;
   const kernels::HostBuffer codes_;  // key codes of all extents, where they are kept
   std::vector<Extent> extent_states_;
+  // Tables. Lean blocks follow the extents of the host tier.
   std::vector<kernels::PageRef> pages_;  // [extent, page in block]
   std::vector<std::byte*> bounds_;       // [extent]
   std::vector<std::byte*> key_codes_;    // [extent], none when they are not kept

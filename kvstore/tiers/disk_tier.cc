@@ -24,6 +24,29 @@ using kernels::MutexLock;
 // Payload of the error that another process has the store open.
 constexpr char kOpenElsewhere[] = "kvasir.kvstore/open-elsewhere";
 
+class HeldDiskExtent : public HeldExtent {
+ public:
+  HeldDiskExtent(DiskTierState& state, const ExtentTable::Extent& extent,
+                 std::shared_ptr<File> file)
+      : state_(state), extent_(extent), file_(std::move(file)) {}
+  ~HeldDiskExtent() override {
+    MutexLock lock(state_.mu);
+    state_.table.EndHold(extent_.block);
+  }
+  Place Find(int64_t page_in_block) const override {
+    return {.file = file_.get(),
+            .offset = extent_.place.offset + state_.format.page_offset(page_in_block)};
+  }
+  bool IsOfSealing(uint64_t generation) const override {
+    return extent_.block.generation == generation;
+  }
+
+ private:
+  DiskTierState& state_;
+  const ExtentTable::Extent extent_;
+  const std::shared_ptr<File> file_;
+};
+
 // The queue between the engine's thread and the two threads of the tier.
 class DiskTier : public Tier {
  public:
@@ -46,6 +69,9 @@ class DiskTier : public Tier {
     return state_.options.memory.has_value() ? *state_.options.memory : state_.format;
   }
   bool Holds(const PrefixHash& hash) const override;
+  std::unique_ptr<HeldExtent> Hold(const PrefixHash& hash) override;
+  std::unique_ptr<IoQueue> NewReadQueue() override { return state_.options.io->NewQueue(); }
+  void ForgetDamaged(const PrefixHash& hash) override;
   std::vector<StoredBlock> Inventory() const override;
   uint64_t first_generation() const override { return first_generation_; }
   TierStats stats() const override;
@@ -138,6 +164,24 @@ void DiskTier::Wait() {
 bool DiskTier::Holds(const PrefixHash& hash) const {
   MutexLock lock(state_.mu);
   return state_.table.Contains(hash);
+}
+
+std::unique_ptr<HeldExtent> DiskTier::Hold(const PrefixHash& hash) {
+  std::optional<ExtentTable::Extent> extent;
+  {
+    MutexLock lock(state_.mu);
+    extent = state_.table.Hold(hash);
+    if (!extent.has_value()) return nullptr;
+    state_.table.Touch(hash);
+  }
+  return std::make_unique<HeldDiskExtent>(state_, *extent,
+                                          state_.segments.file(extent->place.segment));
+}
+
+void DiskTier::ForgetDamaged(const PrefixHash& hash) {
+  MutexLock lock(state_.mu);
+  ++state_.stats.checksum_failures;
+  state_.Forget(hash);
 }
 
 std::vector<StoredBlock> DiskTier::Inventory() const {

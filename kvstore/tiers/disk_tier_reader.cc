@@ -70,10 +70,14 @@ void DiskTierReader::ReadBatch(absl::Span<const TierRead> reads) {
   // The mutex of the segments is held over I/O. A block that is being read keeps its segment.
   for (size_t i = 0; i < found.size(); ++i) {
     files.push_back(state_.segments.file(found[i].place.segment));
+    absl::Span<std::byte> memory = read_.has_value() ? (*read_)[i] : wanted[i]->extent;
+    if (IsFront(*wanted[i])) {
+      memory = memory.first(static_cast<size_t>(state_.format.pages_offset()));
+    }
     requests.push_back({.op = IoRequest::Op::kRead,
                         .file = files.back().get(),
                         .offset = found[i].place.offset,
-                        .memory = read_.has_value() ? (*read_)[i] : wanted[i]->extent,
+                        .memory = memory,
                         .result = 0});
   }
   const auto begin = state_.options.now();
@@ -85,19 +89,31 @@ void DiskTierReader::ReadBatch(absl::Span<const TierRead> reads) {
   state_.stats.read_seconds += state_.SecondsSince(begin);
 }
 
+bool DiskTierReader::IsFront(const TierRead& read) const {
+  const ExtentFormat& format =
+      state_.options.memory.has_value() ? *state_.options.memory : state_.format;
+  return std::ssize(read.extent) < format.extent_bytes();
+}
+
 void DiskTierReader::FinishRead(const TierRead& read, const ExtentTable::Extent& found,
                                 IoRequest request, absl::Status status) {
   status = ReadOne(found.block, request, std::move(status));
   BlockIdentity block = found.block;
   if (status.ok()) block.owner = ExtentFormat::OwnerOf(request.memory);  // manifests do not say it
-  if (status.ok() && state_.part.has_value()) state_.part->Scatter(request.memory, read.extent);
+  if (status.ok() && state_.part.has_value()) {
+    if (IsFront(read)) {
+      state_.part->ScatterFront(request.memory, read.extent);
+    } else {
+      state_.part->Scatter(request.memory, read.extent);
+    }
+  }
   MutexLock lock(state_.mu);
   // Another read of the block may have found it damaged.
   const bool is_here = state_.table.EndRead(found.block);
   if (status.ok()) {
     if (is_here) state_.table.Touch(read.hash);
     ++state_.stats.read_blocks;
-    state_.stats.read_bytes += state_.format.extent_bytes();
+    state_.stats.read_bytes += std::ssize(request.memory);
   } else {
     spdlog::error("disk tier {}: block forgotten: {}", state_.options.directory, status.ToString());
     if (is_here) state_.Forget(read.hash);
@@ -115,7 +131,9 @@ absl::Status DiskTierReader::ReadOne(const BlockIdentity& block, IoRequest reque
   if (!status.ok()) {
     return absl::DataLossError(absl::StrCat("cannot be read: ", status.message()));
   }
-  const absl::Status verified = state_.format.Verify(block, request.memory);
+  const bool is_whole = std::ssize(request.memory) == state_.format.extent_bytes();
+  const absl::Status verified = is_whole ? state_.format.Verify(block, request.memory)
+                                         : state_.format.VerifyFront(block, request.memory);
   if (verified.ok()) return verified;
   MutexLock lock(state_.mu);
   ++state_.stats.checksum_failures;

@@ -30,6 +30,7 @@ class DiskTierReader {
   void Run();
 
  private:
+  bool IsFront(const TierRead& read) const;
   void ReadBatch(absl::Span<const TierRead> reads);
   void FinishRead(const TierRead& read, const ExtentTable::Extent& found, IoRequest request,
                   absl::Status status);

@@ -252,6 +252,7 @@ absl::Status DiskTierWriter::EraseBlocks(const TierErase& erase, TierErased& era
     MutexLock lock(state_.mu);
     for (const ExtentTable::Extent& extent : covered) {
       while (state_.table.HasReader(extent.block.hash)) state_.happened.Wait(state_.mu);
+      if (state_.table.IsHeld(extent.block.hash)) continue;  // in use: left where it is
       places.push_back(extent.place);
       state_.Forget(extent.block.hash);
     }

@@ -102,11 +102,30 @@ bool ExtentTable::HasReader(const PrefixHash& hash) const {
   return it != entries_.end() && it->second.readers > 0;
 }
 
+std::optional<ExtentTable::Extent> ExtentTable::Hold(const PrefixHash& hash) {
+  const auto it = entries_.find(hash);
+  if (it == entries_.end()) return std::nullopt;
+  ++it->second.holders;
+  return it->second.extent;
+}
+
+void ExtentTable::EndHold(const BlockIdentity& block) {
+  const auto it = entries_.find(block.hash);
+  if (it == entries_.end() || it->second.extent.block.generation != block.generation) return;
+  --it->second.holders;
+}
+
+bool ExtentTable::IsHeld(const PrefixHash& hash) const {
+  const auto it = entries_.find(hash);
+  return it != entries_.end() && it->second.holders > 0;
+}
+
 std::vector<PrefixHash> ExtentTable::ToEvict(int64_t count) const {
   std::vector<PrefixHash> hashes;
   for (const PrefixHash& hash : lru_) {
     if (static_cast<int64_t>(hashes.size()) >= count) break;
-    if (entries_.at(hash).readers == 0) hashes.push_back(hash);
+    const Entry& entry = entries_.at(hash);
+    if (entry.readers == 0 && entry.holders == 0) hashes.push_back(hash);
   }
   return hashes;
 }

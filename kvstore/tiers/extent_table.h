@@ -53,6 +53,11 @@ class ExtentTable {
   std::optional<Extent> BeginRead(const PrefixHash& hash);
   // Returns false when the block that BeginRead found is gone.
   bool EndRead(const BlockIdentity& block);
+  // Protects the block from eviction and erasing until EndHold. Returns nothing when it is not in
+  // the table.
+  std::optional<Extent> Hold(const PrefixHash& hash);
+  void EndHold(const BlockIdentity& block);
+  bool IsHeld(const PrefixHash& hash) const;
   // Returns the least recently used blocks that have no reader and no pin, at most `count`.
   std::vector<PrefixHash> ToEvict(int64_t count) const;
   // Keeps the block out of ToEvict, now or once it is added; and no longer.
@@ -69,6 +74,7 @@ class ExtentTable {
     uint64_t last_use = 0;
     bool touched = false;  // used since its record was written
     int64_t readers = 0;   // reads in flight
+    int64_t holders = 0;   // who read its pages one by one
     std::list<PrefixHash>::iterator lru;
   };
 

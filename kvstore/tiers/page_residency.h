@@ -16,11 +16,13 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
+#include "kernels/base/status_macros.h"
 #include "kernels/paged/paged_kv.h"
 #include "kvstore/format/block.h"
 #include "kvstore/format/page_format.h"
@@ -39,6 +41,10 @@ struct ResidencyOptions {
   int64_t max_blocks_per_slot = 0;
   bool key_codes = false;
   FreedMemory freed_memory = FreedMemory::kAsIs;
+  // Memory for the key bounds of lean blocks (kvstore/on_demand/), whose indices follow those of
+  // the extents. Empty: there are none.
+  std::vector<std::byte*> lean_bounds = {};
+  int64_t page_cache_bytes = 0;  // that the store has taken for single pages of lean blocks
 };
 
 // An extent with a page whose bytes differ from those sealed.
@@ -83,6 +89,14 @@ class PageResidency {
   virtual absl::StatusOr<bool> IsExtentWhole(int64_t extent) = 0;
   // Called when the extent has come whole from the tier below.
   virtual void Restore(int64_t extent, const PrefixHash& hash) = 0;
+  // Makes a lean block of the one in extent `from`, or of one whose bounds have come from disk: its
+  // pages are absent, its key codes are those of `from`. REQUIRES: the residency has lean blocks.
+  virtual void MakeLean(int64_t /*lean*/, const PrefixHash& /*hash*/,
+                        std::optional<int64_t> /*from*/) {
+    KVASIR_CHECK(false);
+  }
+  // Step of the last read of a page of it, 0 if there was none.
+  virtual uint32_t LastRead(int64_t /*extent*/) const { return 0; }
   // REQUIRES: the extent is bound nowhere.
   virtual void Free(int64_t extent) = 0;
   // Makes `extent` block `index` of the slot; -1: there is none.

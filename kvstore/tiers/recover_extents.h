@@ -23,7 +23,8 @@ struct OpenedManifest {
   std::vector<ManifestRecord> records;
 };
 
-// Rebuilds a damaged or lost manifest from the headers of the extents in `segments`, which are open.
+// Rebuilds a damaged or lost manifest from the headers of the extents in `segments`, which are
+// open.
 absl::StatusOr<OpenedManifest> OpenOrRebuildManifest(const DiskTierOptions& options,
                                                      const ExtentFormat& format,
                                                      SegmentFiles& segments);

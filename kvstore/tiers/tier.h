@@ -7,6 +7,7 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -17,6 +18,7 @@
 
 #include "kvstore/format/page_format.h"
 #include "kvstore/peers/lent_blocks.h"
+#include "kvstore/tiers/file_io.h"
 
 namespace kvasir::kvstore {
 
@@ -29,7 +31,9 @@ struct TierWrite {
 struct TierRead {
   uint64_t ticket = 0;
   PrefixHash hash{};
-  absl::Span<std::byte> extent;  // aligned to kExtentAlignment
+  // Aligned to kExtentAlignment. The whole extent, or of a block that is held its front alone
+  // (page_format.h).
+  absl::Span<std::byte> extent;
 };
 
 struct TierCompletion {
@@ -110,6 +114,22 @@ struct TierStats {
   PeerStats peers;
 };
 
+// A stored block that stays where it is until this is destroyed, before the tier. Its pages can be
+// read one by one, through a queue of the tier. Thread-safe: const functions only.
+class HeldExtent {
+ public:
+  struct Place {
+    File* file = nullptr;
+    int64_t offset = 0;
+  };
+
+  virtual ~HeldExtent() = default;
+  // Where the page begins, for a page of the extents that the tier is given.
+  virtual Place Find(int64_t page_in_block) const = 0;
+  // Whether all of it was written by this sealing of the block.
+  virtual bool IsOfSealing(uint64_t generation) const = 0;
+};
+
 class Tier {
  public:
   virtual ~Tier() = default;
@@ -135,6 +155,12 @@ class Tier {
   virtual bool Holds(const PrefixHash& hash) const = 0;
   // Whether it is worth to read a block that the tier may not hold itself.
   virtual bool MayRead(const PrefixHash& hash) const { return Holds(hash); }
+  // Null when the block is not stored, or the tier cannot keep it where it is.
+  virtual std::unique_ptr<HeldExtent> Hold(const PrefixHash& /*hash*/) { return nullptr; }
+  // Returns a queue for reading pages of held blocks; null where no block can be held.
+  virtual std::unique_ptr<IoQueue> NewReadQueue() { return nullptr; }
+  // Forgets a held block of which a page came back wrong or not at all.
+  virtual void ForgetDamaged(const PrefixHash& /*hash*/) {}
   // Where the store says which blocks of the host tier others may read; null: nobody reads them.
   virtual LentBlocks* lent_blocks() { return nullptr; }
   virtual std::vector<StoredBlock> Inventory() const = 0;

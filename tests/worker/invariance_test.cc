@@ -28,6 +28,22 @@ using ::testing::Combine;
 using ::testing::Values;
 using ::testing::ValuesIn;
 
+// Blocks left memory, and pages of them were read while the request ran.
+void CheckOnDemand(const Way& way, uint32_t policy, const Served& served) {
+  const kvstore::KvStoreStats& stats = served.stats;
+  EXPECT_GT(stats.lean_blocks, 0);
+  EXPECT_TRUE(way.restart || stats.shed_blocks > 0);
+  EXPECT_EQ(stats.pages.failed_reads, 0);
+  // Streaming reads its sink and window alone. They stay, unless they come back from disk.
+  if (policy == kStreaming && !way.restart) return;
+  EXPECT_GT(stats.pages.reads, 0);
+  EXPECT_GT(stats.pages.brought, 0);
+  if (policy != kAll) return;
+  EXPECT_GT(served.accounting.disk_page_waits(), 0u);
+  // Elsewhere there is a frame for every page.
+  EXPECT_TRUE(stats.pages.evictions > 0 || way.others > 0 || way.ranks > 1);
+}
+
 // Checks that the way was followed, and the policy too.
 void CheckPremises(const Way& way, uint32_t policy, const Served& served) {
   const v1::RowAccounting& a = served.accounting;
@@ -44,6 +60,10 @@ void CheckPremises(const Way& way, uint32_t policy, const Served& served) {
   if (reuses) {
     EXPECT_GT(a.stages_run(0), 0u);
     EXPECT_GT(a.stages_reused(0), 0u);
+  }
+  if (way.host_blocks > 0) {
+    CheckOnDemand(way, policy, served);
+    return;
   }
   EXPECT_EQ(a.cached_device_tokens() + a.cached_host_tokens() > 0,
             (way.cached && !way.disk) || way.preempted);
@@ -203,6 +223,15 @@ TEST_P(Float32Test, LogitsHaveTheSameBits) {
 }
 INSTANTIATE_TEST_SUITE_P(Ways, Float32Test, Combine(ValuesIn(kPolicies), ValuesIn(kWays)), NameOf);
 
+INSTANTIATE_TEST_SUITE_P(OnDemandWays, Float32Test,
+                         Combine(ValuesIn(kPolicies), ValuesIn(kOnDemandWays)), NameOf);
+INSTANTIATE_TEST_SUITE_P(OnDemandAmongOthers, Float32Test,
+                         Combine(Values(kAll, kQuest, kTokenSelect, kInfiniteHip),
+                                 ValuesIn(kOnDemandAmongOthers)),
+                         NameOf);
+INSTANTIATE_TEST_SUITE_P(OnDemandQuantized, Float32Test,
+                         Combine(Values(kAll, kQuest), ValuesIn(kOnDemandQuantized)), NameOf);
+
 INSTANTIATE_TEST_SUITE_P(ExtendedWays, Float32Test,
                          Combine(ValuesIn(kPolicies), ValuesIn(kExtendedWays)), NameOf);
 
@@ -284,6 +313,15 @@ TEST(LayerWindowsTest, ChangeAnswersBehindThem) {
 class BFloat16Test : public InvarianceTest {};
 TEST_P(BFloat16Test, ClearChoicesAreTheSame) { ExpectSameClearChoices(DType::kBFloat16, 2e-2f); }
 INSTANTIATE_TEST_SUITE_P(Ways, BFloat16Test, Combine(Values(kQuest), ValuesIn(kWays)), NameOf);
+
+class OnDemandRanksTest : public ::testing::TestWithParam<uint32_t> {};
+TEST_P(OnDemandRanksTest, LogitsHaveTheSameBitsWhereverPagesLie) {
+  const TestRequest request = MakeRequest(0, kPromptTokens, GetParam(), testing::Iterations(32));
+  const Served on_demand = Serve(request, kOnDemandGroup, DType::kFloat32);
+  CheckPremises(kOnDemandGroup, GetParam(), on_demand);
+  ExpectSameBits(Serve(request, kGroups[0], DType::kFloat32), on_demand);
+}
+INSTANTIATE_TEST_SUITE_P(Policies, OnDemandRanksTest, Values(kAll, kQuest, kInfiniteHip));
 
 class RanksTest : public InvarianceTest {};
 TEST_P(RanksTest, ClearChoicesAreTheSame) {

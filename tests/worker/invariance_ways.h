@@ -47,13 +47,14 @@ inline constexpr uint32_t kPolicies[] = {kAll,
 
 struct Way {
   const char* name;
-  int64_t chunk = 128;     // tokens of the prompt in one step
-  double device_part = 1;  // of the KV, that the device tier holds
-  bool cached = false;     // another request left the document's blocks
-  bool disk = false;       // whose blocks were written to disk, dropped and read again
-  bool restart = false;    // by another process
-  bool preempted = false;  // half of the answer later, and resumed
-  int others = 0;          // requests that run at the same time, with policies of their own
+  int64_t chunk = 128;      // tokens of the prompt in one step
+  double device_part = 1;   // of the KV, that the device tier holds
+  int64_t host_blocks = 0;  // in the host tier, half of them as single pages; 0: the whole KV
+  bool cached = false;      // another request left the document's blocks
+  bool disk = false;        // whose blocks were written to disk, dropped and read again
+  bool restart = false;     // by another process
+  bool preempted = false;   // half of the answer later, and resumed
+  int others = 0;           // requests that run at the same time, with policies of their own
   int num_threads = 1;
   int ranks = 1;
   PositionExtension extension = PositionExtension::kNone;
@@ -79,6 +80,40 @@ inline constexpr Way kWays[] = {
      .others = 15,
      .num_threads = 2},
 };
+// Memory has room for less than a third of the blocks; the others lie on disk and are read page by
+// page while the request runs.
+inline constexpr Way kOnDemandWays[] = {
+    {.name = "OnDemand", .device_part = 0.25, .host_blocks = 14},
+    {.name = "OnDemandRestart",
+     .device_part = 0.25,
+     .host_blocks = 14,
+     .cached = true,
+     .disk = true,
+     .restart = true},
+};
+inline constexpr Way kOnDemandAmongOthers[] = {
+    {.name = "OnDemandAllAtOnce",
+     .chunk = 512,
+     .device_part = 0.25,
+     .host_blocks = 52,
+     .cached = true,
+     .others = 5,
+     .num_threads = 2},
+};
+inline constexpr Way kOnDemandQuantized[] = {{.name = "Fp8OnDemand",
+                                              .device_part = 0.25,
+                                              .host_blocks = 26,
+                                              .cached = true,
+                                              .kv = kernels::DType::kFloat8E4M3},
+                                             {.name = "Int8OnDemandRestart",
+                                              .device_part = 0.25,
+                                              .host_blocks = 26,
+                                              .cached = true,
+                                              .disk = true,
+                                              .restart = true,
+                                              .kv = kernels::DType::kInt8}};
+inline constexpr Way kOnDemandGroup = {
+    .name = "TwoRanksOnDemand", .host_blocks = 26, .cached = true, .ranks = 2};
 // Keys are cached un-rotated and attended to at compact positions.
 inline constexpr Way kExtendedWays[] = {
     {.name = "Chunks512", .chunk = 512, .extension = PositionExtension::kStreaming},
@@ -232,6 +267,11 @@ inline RankGroupOptions GroupOptions(const Way& way, kernels::DType dtype, int64
   options.engine.kv_dtype = layout.dtype;
   options.engine.kv.device = static_cast<int64_t>(way.device_part * static_cast<double>(bytes));
   options.engine.kv.host = 2 * bytes;
+  if (way.host_blocks > 0) {
+    // An extent has more than its pages: here some tenth.
+    options.engine.kv.host = way.host_blocks * layout.block_bytes() * 11 / 10;
+    options.engine.on_demand_bytes = 2 * bytes;
+  }
   options.engine.weights_hash = std::string(32, 'w');
   options.engine.kv_form = "rotated";
   return options;
@@ -242,7 +282,7 @@ class Journey {
  public:
   Journey(const Way& way, kernels::DType dtype, int64_t blocks)
       : way_(way), options_(GroupOptions(way, dtype, blocks)) {
-    if (way.disk) options_.disk_path = scratch_.path();
+    if (way.disk || way.host_blocks > 0) options_.disk_path = scratch_.path();
     Start();
   }
 
@@ -297,7 +337,7 @@ class Journey {
       to.mutable_tokens()->Add(token, token + kernels::kPageTokens);
       token += kernels::kPageTokens;
     }
-    EXPECT_EQ(StepAndWait(persist).stored_size(), std::ssize(blocks));
+    EXPECT_GE(StepAndWait(persist).stored_size(), std::ssize(blocks));
     v1::StepPlan drop = coordinator_->NextPlan();
     drop.mutable_drop_blocks()->Add(blocks.begin(), blocks.end());
     StepAndWait(drop);

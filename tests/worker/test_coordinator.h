@@ -154,6 +154,8 @@ class TestCoordinator {
     if (row.has_contract()) AddContract(row.contract(), *sum.mutable_contract());
     sum.set_attended_tokens(sum.attended_tokens() + row.attended_tokens());
     sum.set_attending_rows(sum.attending_rows() + row.attending_rows());
+    sum.set_disk_page_waits(sum.disk_page_waits() + row.disk_page_waits());
+    sum.set_disk_wait_s(sum.disk_wait_s() + row.disk_wait_s());
     sum.set_cached_device_tokens(sum.cached_device_tokens() + row.cached_device_tokens());
     sum.set_cached_host_tokens(sum.cached_host_tokens() + row.cached_host_tokens());
     sum.set_cached_disk_tokens(sum.cached_disk_tokens() + row.cached_disk_tokens());

@@ -191,6 +191,9 @@ class Backend {
   // earlier step may feed tokens of the batch (StepBatch::fed_by), wherever they are sampled.
   virtual bool RunsAhead() const = 0;
 
+  // Whether kernels read pages that lie on disk only (kernels/paged/absent_pages.h).
+  virtual bool ReadsPagesOnDisk() const { return false; }
+
   // Whether Attend tells the meter how much attention mass the selections kept.
   virtual bool MeasuresMass() const = 0;
 

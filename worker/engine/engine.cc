@@ -103,7 +103,9 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
                    .max_blocks_per_slot = (max_model_len + kPageTokens - 1) / kPageTokens,
                    .key_codes = AnyNeedsKeyCodes(),
                    .memory = options_.memory,
-                   .owner = absl::StrCat("rank ", collective_.rank(), " of ", collective_.size())},
+                   .owner = absl::StrCat("rank ", collective_.rank(), " of ", collective_.size()),
+                   .on_demand_bytes = options_.on_demand_bytes,
+                   .num_threads = model_.backend().executor().num_threads()},
                   std::move(below), [this](const kvstore::ResidencyOptions& options) {
                     return model_.backend().MakeResidency(options);
                   }));
@@ -373,6 +375,7 @@ absl::Status Engine::Collect(EngineStep& step) {
   KVASIR_RETURN_IF_ERROR(model_.backend().Collect(result));
   for (size_t r = 0; r < step.works.size(); ++r) {
     const RowWork& work = step.works[r];
+    step.RowOf(r).waits = store_->TakeWaits(work.slot);
     Sequence& sequence = slots_->at(work.slot);
     if (result.row_is_finite[r] == 0 && sequence.failed.ok()) {
       sequence.failed = absl::DataLossError(

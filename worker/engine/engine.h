@@ -44,7 +44,8 @@ struct EngineOptions {
   int64_t max_num_seqs = 0;
   int64_t max_num_batched_tokens = 0;
   kernels::DType kv_dtype = kernels::DType::kFloat32;
-  KvSizes kv = {};  // a size of 0 is chosen from the memory that the machine has left
+  KvSizes kv = {};              // a size of 0 is chosen from the memory that the machine has left
+  int64_t on_demand_bytes = 0;  // of KV that may lie on disk only while it is in use
   int64_t ranks_on_machine = 1;
   double gpu_memory_utilization = 0.9;
   // Identity of the KV: stored blocks of different models differ in these two. May be empty.

@@ -41,6 +41,8 @@ void FillAccounting(const EngineRow& row, const AttentionMeter& meter,
   accounting.set_cached_host_tokens(static_cast<uint32_t>(row.cached.host_tokens));
   accounting.set_cached_disk_tokens(static_cast<uint32_t>(row.cached.disk_tokens));
   accounting.set_cached_peer_tokens(static_cast<uint32_t>(row.cached.peer_tokens));
+  accounting.set_disk_page_waits(static_cast<uint64_t>(row.waits.pages));
+  accounting.set_disk_wait_s(row.waits.seconds);
   if (row.computed < 0) return;
   const RowAttention& attention = meter.row(row.computed);
   FillPhase(attention, Phase::kPrefill, *accounting.mutable_prefill());

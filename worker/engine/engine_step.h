@@ -24,6 +24,7 @@ struct EngineRow {
   std::optional<v1::TokenLogprobs> logprobs = {};
   std::optional<v1::PromptLogprobs> prompt_logprobs = {};
   CachedPrefix cached = {};
+  kvstore::SlotWaits waits = {};
   int64_t computed = -1;  // index into works; -1: not computed
 };
 

@@ -77,6 +77,15 @@ class PeerTierImpl final : public PeerTier, private kvstore::PeerHandler {
   bool MayRead(const PrefixHash& hash) const override {
     return borrower_.num_linked() > 0 || Holds(hash);
   }
+  std::unique_ptr<kvstore::HeldExtent> Hold(const PrefixHash& hash) override {
+    return disk_ == nullptr ? nullptr : disk_->Hold(hash);
+  }
+  std::unique_ptr<kvstore::IoQueue> NewReadQueue() override {
+    return disk_ == nullptr ? nullptr : disk_->NewReadQueue();
+  }
+  void ForgetDamaged(const PrefixHash& hash) override {
+    if (disk_ != nullptr) disk_->ForgetDamaged(hash);
+  }
   std::vector<StoredBlock> Inventory() const override {
     return disk_ == nullptr ? std::vector<StoredBlock>() : disk_->Inventory();
   }
@@ -173,8 +182,11 @@ void PeerTierImpl::Write(std::vector<TierWrite> writes) {
 }
 
 void PeerTierImpl::Read(std::vector<TierRead> reads) {
-  const auto at_peers = std::stable_partition(
-      reads.begin(), reads.end(), [this](const TierRead& read) { return Holds(read.hash); });
+  // Peers give whole extents; fronts are read of blocks that the disk holds.
+  const auto at_peers =
+      std::stable_partition(reads.begin(), reads.end(), [this](const TierRead& read) {
+        return Holds(read.hash) || std::ssize(read.extent) < format_.extent_bytes();
+      });
   std::vector<TierRead> rest(at_peers, reads.end());
   reads.erase(at_peers, reads.end());
   if (!reads.empty()) disk_->Read(std::move(reads));

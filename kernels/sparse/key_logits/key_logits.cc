@@ -43,7 +43,7 @@ void LoadDistantQuery(const SelectRow& row, int64_t r, int64_t g, float* to) {
 }
 
 std::byte* KeysOfPage(const SelectRow& row, int64_t page) {
-  const PageRef ref = row.p.kv.Peek(row.tile.slot, page, row.p.layer, row.kv_head);
+  const PageRef ref = row.p.kv.Find(row.tile.slot, page, row.p.layer, row.kv_head);
   if (ref.tier() != PageTier::kAbsent) return ref.page();
   std::atomic_ref<uint8_t>(row.p.faults[static_cast<size_t>(row.tile.slot)])
       .store(1, std::memory_order_relaxed);

@@ -146,11 +146,31 @@ void CpuAttention::MakeTerminations(const StepInputs& step, int64_t layer) {
   unread_.resize(terminations_.size() * static_cast<size_t>(step.kv.layout.num_kv_heads));
 }
 
+void CpuAttention::WantPages(const StepInputs& step, int64_t layer) {
+  wanted_.clear();
+  seen_.clear();
+  const int64_t num_heads = step.kv.layout.num_kv_heads;
+  for (int64_t row = 0; row < selection_.num_rows; ++row) {
+    const QueryTile& tile = step.batch.tiles[static_cast<size_t>(row / num_heads)];
+    const int64_t head = row % num_heads;
+    const int64_t last = tile.first_position + tile.num_rows - 1;
+    kernels::SelectedPages walk(selection_.header(row), selection_.list(row), last);
+    for (; walk.valid(); walk.Next()) {
+      if (step.kv.extent(tile.slot, walk.page()) < 0) continue;
+      const int64_t page = step.kv.PageIndex(tile.slot, walk.page(), layer, head);
+      const bool is_absent = step.kv.pages[page].tier() == kernels::PageTier::kAbsent;
+      if (is_absent && seen_.insert(page).second) wanted_.push_back(page);
+    }
+  }
+  step.kv.on_disk->Want(layer, wanted_);
+}
+
 absl::Status CpuAttention::Attend(const StepInputs& step, const CpuRotation& rotation,
                                   const LayerQueries& queries, const TensorView& out,
                                   Executor& executor) {
   const int64_t tokens = queries.q.dim(0);
   const int64_t num_heads = queries.q.dim(1);
+  if (step.kv.on_disk != nullptr) WantPages(step, queries.layer);
   // At compact positions, dense attention to a context beyond the trained window is meaningless as
   // a reference.
   const bool compact = rotation.positions != nullptr && !rotation.grouped.on();

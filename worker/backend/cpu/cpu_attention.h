@@ -8,6 +8,7 @@
 #include <span>
 #include <vector>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
@@ -55,6 +56,8 @@ class CpuAttention {
                             const kernels::SelectParams& params, kernels::PageSelection& rows,
                             kernels::Executor& executor);
   void MakeTerminations(const StepInputs& step, int64_t layer);
+  // Asks for the selected pages that lie on disk.
+  void WantPages(const StepInputs& step, int64_t layer);
 
   // Lists grow with the budgets that requests ask for.
   std::vector<kernels::SelectionHeader> headers_;
@@ -70,6 +73,9 @@ class CpuAttention {
   // Empty where no policy ends rows early.
   std::vector<kernels::Termination> terminations_;
   std::vector<kernels::UnreadPages> unread_;
+  // Pages of the layer on disk, in the order of rows, each once.
+  std::vector<int64_t> wanted_;
+  absl::flat_hash_set<int64_t> seen_;
 };
 
 }  // namespace kvasir::worker

@@ -133,11 +133,12 @@ absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> CpuBackend::MakeResidenc
     const kvstore::ResidencyOptions& options) {
   const kernels::KvLayout& layout = options.format.shard().layout;
   const int64_t codes = options.key_codes ? layout.block_key_codes_bytes() : 0;
-  KVASIR_RETURN_IF_ERROR(
-      CheckMemoryLimit(options.num_extents * (options.format.extent_bytes() + codes) +
-                           options.device_pages * layout.page_bytes() -
-                           options.memory.held_bytes(),
-                       "--kv-host-size-gb or --kv-device-size-gb"));
+  KVASIR_RETURN_IF_ERROR(CheckMemoryLimit(
+      options.num_extents * (options.format.extent_bytes() + codes) +
+          std::ssize(options.lean_bounds) * (options.format.pages_offset() + codes) +
+          options.page_cache_bytes + options.device_pages * layout.page_bytes() -
+          options.memory.held_bytes(),
+      "--kv-host-size-gb, --kv-on-demand-size-gb or --kv-device-size-gb"));
   return kvstore::ArenaResidency::Make(options);
 }
 
