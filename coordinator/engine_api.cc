@@ -35,6 +35,19 @@ CallerNeeds NeedsOf(const ParsedRequest& request, const GroupInfo& group) {
           .kv_bytes = blocks * BlockBytesOf(group)};
 }
 
+// Returns the request as another server is asked, which must understand it as this one did.
+ElsewhereRequest Elsewhere(const v1::GenerateRequest& request, const RequestOrigin& origin,
+                           const ParsedRequest& parsed) {
+  ElsewhereRequest moved = {.request = request, .authorization = origin.authorization};
+  moved.request.set_request_id(origin.request_id);
+  moved.request.clear_add_special_tokens();
+  moved.request.clear_parse_special_tokens();
+  moved.request.mutable_token_ids()->mutable_ids()->Assign(parsed.prompt.begin(),
+                                                           parsed.prompt.end());
+  moved.request.mutable_sampling()->set_seed(parsed.sampling.seed());
+  return moved;
+}
+
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<const Caller>> EngineApi::Authenticate(
@@ -46,35 +59,59 @@ absl::StatusOr<std::shared_ptr<const Caller>> EngineApi::Authenticate(
 void EngineApi::Generate(const v1::GenerateRequest& request, const RequestOrigin& origin,
                          const std::shared_ptr<ClientSink>& sink) {
   if (const absl::Status left = sink->cancelled(); !left.ok()) return Refuse(origin, *sink, left);
-  Submit(
+  // Contexts, their tokens and their policies, are this server's alone.
+  const bool may_go = request.context().empty();
+  std::shared_ptr<MovableAnswer> movable;
+  if (context_.mover != nullptr && may_go) movable = context_.mover->MakeAnswer(sink);
+  std::shared_ptr<ResponseSink> answer = sink;
+  if (movable != nullptr) answer = movable;
+  ElsewhereRequest elsewhere;
+  absl::StatusOr<std::unique_ptr<Request>> accepted =
       [&]() -> absl::StatusOr<std::unique_ptr<Request>> {
-        KVASIR_ASSIGN_OR_RETURN(const GroupInfo group, context_.engine.ServedGroup());
-        KVASIR_ASSIGN_OR_RETURN(ParsedRequest parsed, Parse(request, origin, group));
-        return Accept(std::move(parsed), group, origin, sink);
-      }(),
-      origin, sink);
+    KVASIR_ASSIGN_OR_RETURN(const GroupInfo group, context_.engine.ServedGroup());
+    KVASIR_ASSIGN_OR_RETURN(ParsedRequest parsed, Parse(request, origin, group));
+    if (movable != nullptr || context_.prefill != nullptr) {
+      elsewhere = Elsewhere(request, origin, parsed);
+    }
+    return Accept(std::move(parsed), group, origin, answer);
+  }();
+  if (!accepted.ok()) return Refuse(origin, *sink, accepted.status());
+  if (movable != nullptr) {
+    movable->Begin(elsewhere, [&engine = context_.engine, id = (*accepted)->sequence()](
+                                  const absl::Status& why) { engine.Cancel(id, why); });
+  }
+  if (context_.prefill == nullptr || !may_go ||
+      !context_.prefill->Takes(request, (*accepted)->given_tokens())) {
+    return Submit(*std::move(accepted), *sink, movable);
+  }
+  const auto held = std::make_shared<std::unique_ptr<Request>>(*std::move(accepted));
+  context_.prefill->Read(
+      std::move(elsewhere), sink,
+      [this, held, sink, weak = std::weak_ptr(movable)] { Submit(std::move(*held), *sink, weak); });
 }
 
 void EngineApi::Read(const v1::GenerateRequest& request, const RequestOrigin& origin,
                      const std::shared_ptr<ClientSink>& sink) {
-  Submit(
+  absl::StatusOr<std::unique_ptr<Request>> accepted =
       [&]() -> absl::StatusOr<std::unique_ptr<Request>> {
-        KVASIR_ASSIGN_OR_RETURN(const GroupInfo group, context_.engine.ServedGroup());
-        KVASIR_ASSIGN_OR_RETURN(ParsedRequest parsed, Parse(request, origin, group));
-        parsed.policy.tail_tokens = 0;
-        return Accept(std::move(parsed), group, origin, sink);
-      }(),
-      origin, sink);
+    KVASIR_ASSIGN_OR_RETURN(const GroupInfo group, context_.engine.ServedGroup());
+    KVASIR_ASSIGN_OR_RETURN(ParsedRequest parsed, Parse(request, origin, group));
+    parsed.policy.tail_tokens = 0;
+    return Accept(std::move(parsed), group, origin, sink);
+  }();
+  if (!accepted.ok()) return Refuse(origin, *sink, accepted.status());
+  Submit(*std::move(accepted), *sink, {});
 }
 
-void EngineApi::Submit(absl::StatusOr<std::unique_ptr<Request>> accepted,
-                       const RequestOrigin& origin, const std::shared_ptr<ClientSink>& sink) {
-  if (!accepted.ok()) return Refuse(origin, *sink, accepted.status());
-  const SequenceId id = (*accepted)->sequence();
-  context_.engine.Submit(*std::move(accepted));
+void EngineApi::Submit(std::unique_ptr<Request> request, ClientSink& sink,
+                       const std::weak_ptr<MovableAnswer>& movable) {
+  const SequenceId id = request->sequence();
+  context_.engine.Submit(std::move(request));
   // After Submit, because the engine ignores cancellations of requests that it does not know.
-  sink->set_on_cancel(
-      [&engine = context_.engine, id](const absl::Status& why) { engine.Cancel(id, why); });
+  sink.set_on_cancel([&engine = context_.engine, id, movable](const absl::Status& why) {
+    if (const std::shared_ptr<MovableAnswer> answer = movable.lock()) answer->Abandon(why);
+    engine.Cancel(id, why);
+  });
 }
 
 void EngineApi::Refuse(const RequestOrigin& origin, ClientSink& sink, const absl::Status& why) {
@@ -120,7 +157,7 @@ absl::StatusOr<std::vector<int32_t>> EngineApi::PromptOf(const v1::GenerateReque
 
 absl::StatusOr<std::unique_ptr<Request>> EngineApi::Accept(
     ParsedRequest parsed, const GroupInfo& group, const RequestOrigin& origin,
-    const std::shared_ptr<ClientSink>& sink) {
+    const std::shared_ptr<ResponseSink>& sink) {
   const std::string& policy = context_.policies.declared()[parsed.policy.index].name();
   const SequenceId sequence = context_.engine.NewSequenceId();
   KVASIR_ASSIGN_OR_RETURN(

@@ -14,6 +14,8 @@
 #include "coordinator/metrics/metrics.h"
 #include "coordinator/model_folder.h"
 #include "coordinator/policy/policy.h"
+#include "coordinator/replicas/mover.h"
+#include "coordinator/replicas/prefill_servers.h"
 #include "coordinator/request/generation_api.h"
 #include "coordinator/request/parse_request.h"
 #include "coordinator/request/request.h"
@@ -40,6 +42,8 @@ struct EngineApiContext {
   Contexts& contexts;
   const ApiKeys* keys = nullptr;          // null: whoever reaches the server may ask
   const RequestTracer* tracer = nullptr;  // null: requests are not traced
+  Mover* mover = nullptr;                 // null: running requests do not move
+  PrefillServers* prefill = nullptr;      // null: all prompts are read here
   TimePoint started;
 };
 
@@ -91,10 +95,10 @@ class EngineApi final : public GenerationApi, public ContextEngine {
   ServedModel ModelOf(const GroupInfo& group) const;
   absl::StatusOr<std::unique_ptr<Request>> Accept(ParsedRequest parsed, const GroupInfo& group,
                                                   const RequestOrigin& origin,
-                                                  const std::shared_ptr<ClientSink>& sink);
-  // Submits what was accepted, and closes the sink of what was not.
-  void Submit(absl::StatusOr<std::unique_ptr<Request>> accepted, const RequestOrigin& origin,
-              const std::shared_ptr<ClientSink>& sink);
+                                                  const std::shared_ptr<ResponseSink>& sink);
+  // Hands a request to the engine, which from now on hears when its client leaves.
+  void Submit(std::unique_ptr<Request> request, ClientSink& sink,
+              const std::weak_ptr<MovableAnswer>& movable);
 
   const EngineApiContext context_;
   RunningRequests running_;

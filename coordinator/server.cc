@@ -24,6 +24,8 @@
 #include "coordinator/model_folder.h"
 #include "coordinator/policy/limits.h"
 #include "coordinator/policy/policy.h"
+#include "coordinator/replicas/mover.h"
+#include "coordinator/replicas/prefill_servers.h"
 #include "coordinator/request/request_trace.h"
 #include "coordinator/request/unknown_calls.h"
 #include "coordinator/request/unread_calls.h"
@@ -112,11 +114,18 @@ class ServerImpl final : public Server {
   bool WaitUntilIdle(absl::Duration timeout) override {
     return engine_->WaitUntilIdle(After(clock_.Now(), timeout));
   }
+  void EndGroup() override { engine_->Stop(absl::UnavailableError("the server is shutting down")); }
+  int64_t num_moved() const override { return mover_ == nullptr ? 0 : mover_->num_answers(); }
+  bool WaitUntilMovedEnd(absl::Duration timeout) override {
+    return mover_ == nullptr || mover_->WaitUntilNone(After(clock_.Now(), timeout));
+  }
   void Shutdown() override EXCLUDES(mu_);
 
  private:
+  absl::Status LoadKeys();  // and certificates
   absl::Status StartTracing();
   absl::Status ListenForGrpc();
+  absl::Status KnowOtherServers();
   absl::Status BuildServer();
   absl::Status Health() const;
   // FAILED_PRECONDITION, with the flags that would help, when the group cannot hold the context or
@@ -143,7 +152,9 @@ class ServerImpl final : public Server {
   std::unique_ptr<EngineLoop> engine_;
   std::unique_ptr<proto::MetricsEndpoint> endpoint_;
   std::unique_ptr<proto::GrpcListener> listener_;
-  std::unique_ptr<ApiKeys> keys_;  // null: whoever reaches the server may ask
+  std::unique_ptr<ApiKeys> keys_;            // null: whoever reaches the server may ask
+  std::unique_ptr<Mover> mover_;             // null: running requests do not move
+  std::unique_ptr<PrefillServers> prefill_;  // null: all prompts are read here
   std::unique_ptr<EngineApi> api_;
   std::unique_ptr<HttpFront> http_;
   TextPool texts_;  // its work uses all above
@@ -169,12 +180,9 @@ std::vector<std::string> ServerImpl::worker_metrics_addresses() const {
 }
 
 absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
-  if (!config_.api_keys_file().empty()) {
-    KVASIR_ASSIGN_OR_RETURN(keys_, ApiKeys::Load(config_.api_keys_file()));
-  }
-  KVASIR_ASSIGN_OR_RETURN(tls_, proto::ServerTls::Load(config_.tls()));
-  if (tls_ != nullptr) tls_->ExportTo(metrics_.registry());
+  KVASIR_RETURN_IF_ERROR(LoadKeys());
   KVASIR_RETURN_IF_ERROR(StartTracing());
+  KVASIR_RETURN_IF_ERROR(KnowOtherServers());
   KVASIR_ASSIGN_OR_RETURN(contexts_, OpenContexts(config_, clock_, metrics_));
   group_ = make_group(MakeShardPlan(config_, policies_), clock_);
   EngineLoopOptions options;
@@ -199,6 +207,8 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
                                                       .contexts = *contexts_,
                                                       .keys = keys_.get(),
                                                       .tracer = tracer_.get(),
+                                                      .mover = mover_.get(),
+                                                      .prefill = prefill_.get(),
                                                       .started = clock_.Now()});
   service_ = std::make_unique<GenerationService>(*api_, *listener_,
                                                  absl::Seconds(config_.client_timeout()));
@@ -232,6 +242,15 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
   return absl::OkStatus();
 }
 
+absl::Status ServerImpl::LoadKeys() {
+  if (!config_.api_keys_file().empty()) {
+    KVASIR_ASSIGN_OR_RETURN(keys_, ApiKeys::Load(config_.api_keys_file()));
+  }
+  KVASIR_ASSIGN_OR_RETURN(tls_, proto::ServerTls::Load(config_.tls()));
+  if (tls_ != nullptr) tls_->ExportTo(metrics_.registry());
+  return absl::OkStatus();
+}
+
 absl::Status ServerImpl::StartTracing() {
   const v1::OtlpConfig& otlp = config_.otlp();
   if (otlp.otlp_endpoint().empty()) return absl::OkStatus();
@@ -248,6 +267,12 @@ absl::Status ServerImpl::StartTracing() {
   }
   KVASIR_ASSIGN_OR_RETURN(spans_, SpanExporter::Start(options, metrics_));
   tracer_ = std::make_unique<const RequestTracer>(config_.served_model_name(), *spans_);
+  return absl::OkStatus();
+}
+
+absl::Status ServerImpl::KnowOtherServers() {
+  KVASIR_ASSIGN_OR_RETURN(mover_, Mover::Create(config_, TlsToOthers(config_), clock_, metrics_));
+  KVASIR_ASSIGN_OR_RETURN(prefill_, PrefillServers::Create(config_, TlsToOthers(config_)));
   return absl::OkStatus();
 }
 
@@ -329,10 +354,13 @@ void ServerImpl::PublishReadiness() {
 }
 
 void ServerImpl::Drain() {
-  kernels::MutexLock lock(mu_);
-  draining_ = true;
-  PublishReadiness();
+  {
+    kernels::MutexLock lock(mu_);
+    if (std::exchange(draining_, true)) return;
+    PublishReadiness();
+  }
   if (engine_ != nullptr) engine_->Drain();
+  if (mover_ != nullptr) mover_->MoveAll();
 }
 
 void ServerImpl::Shutdown() {
@@ -341,8 +369,11 @@ void ServerImpl::Shutdown() {
     kernels::MutexLock lock(mu_);
     if (std::exchange(stopped_, true)) return;
   }
+  const absl::Status why = absl::UnavailableError("the server is shutting down");
   if (contexts_ != nullptr) contexts_->Stop();
-  if (engine_ != nullptr) engine_->Stop(absl::UnavailableError("the server is shutting down"));
+  if (engine_ != nullptr) engine_->Stop(why);
+  if (prefill_ != nullptr) prefill_->Stop();
+  if (mover_ != nullptr) mover_->Stop(why);
   if (listener_ != nullptr) listener_->Stop();
   if (http_ != nullptr) http_->Stop(absl::FromChrono(kLastWrites));
   if (server_ != nullptr) server_->Shutdown(std::chrono::system_clock::now() + kLastWrites);

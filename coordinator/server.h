@@ -41,10 +41,18 @@ class Server {
   // Returns OK once requests are served. Errors that trying again will not mend are returned at
   // once, e.g. of a model that the workers cannot load or divide. Otherwise DEADLINE_EXCEEDED.
   virtual absl::Status WaitUntilReady(absl::Duration timeout) = 0;
-  // Refuses new requests from now on; running ones may end. The server is never ready again.
+  // Refuses new requests from now on; running ones may end, or with --drain=move go over to other
+  // servers. The server is never ready again.
   virtual void Drain() = 0;
-  // Returns false when requests still run after `timeout`.
+  // Returns false when requests still run here after `timeout`.
   virtual bool WaitUntilIdle(absl::Duration timeout) = 0;
+  // Ends the worker group: the workers are free. Answers that come from other servers go on.
+  // REQUIRES: Drain was called.
+  virtual void EndGroup() = 0;
+  // Number of answers that come from other servers since this one drains (--drain=move).
+  virtual int64_t num_moved() const = 0;
+  // Returns false when such answers still run after `timeout`.
+  virtual bool WaitUntilMovedEnd(absl::Duration timeout) = 0;
   // Drains, ends running requests with UNAVAILABLE, and stops. Further calls do nothing.
   virtual void Shutdown() = 0;
 };

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "spdlog/spdlog.h"
@@ -179,23 +180,38 @@ absl::StatusOr<int> WaitUntilReady(Server& server, const LocalWorkers* workers,
   }
 }
 
-// Lets running requests end, for at most `longest` or until another signal.
-void Drain(Server& server, absl::Duration longest, const sigset_t& signals) {
+// Waits until `is_over`, which waits for a short time itself. Returns false at the deadline or when
+// another signal comes.
+bool AwaitEnd(absl::FunctionRef<bool()> is_over, TimePoint deadline, const sigset_t& signals) {
   constexpr timespec kNoWait = {};
   const SteadyClock clock;
-  const TimePoint deadline = After(clock.Now(), longest);
-  server.Drain();
-  while (!server.WaitUntilIdle(std::min(absl::Milliseconds(100), longest))) {
+  while (!is_over()) {
     if (sigtimedwait(&signals, nullptr, &kNoWait) > 0) {
       spdlog::warn("a second signal: requests that still run end with UNAVAILABLE");
-      return;
+      return false;
     }
     if (clock.Now() >= deadline) {
-      spdlog::warn("requests still run after {}; they end with UNAVAILABLE",
-                   absl::FormatDuration(longest));
-      return;
+      spdlog::warn(
+          "requests still run at the end of --shutdown-timeout; they end with UNAVAILABLE");
+      return false;
     }
   }
+  return true;
+}
+
+// Lets running requests end or move, for at most `longest` or until another signal. Ends the
+// workers when none runs here.
+void Drain(Server& server, std::unique_ptr<LocalWorkers>& workers, absl::Duration longest,
+           const sigset_t& signals) {
+  const TimePoint deadline = After(SteadyClock().Now(), longest);
+  const absl::Duration step = std::min(absl::Milliseconds(100), longest);
+  server.Drain();
+  if (!AwaitEnd([&] { return server.WaitUntilIdle(step); }, deadline, signals)) return;
+  if (server.num_moved() == 0) return;
+  server.EndGroup();
+  workers.reset();
+  spdlog::info("the workers are free; {} answers come from other servers", server.num_moved());
+  AwaitEnd([&] { return server.WaitUntilMovedEnd(step); }, deadline, signals);
 }
 
 }  // namespace
@@ -220,11 +236,11 @@ absl::Status RunServe(const v1::ServeConfig& config) {
       return absl::InvalidArgumentError(
           "--group-secret-file is for --workers; workers that serve starts get a random secret");
     }
-    if (!config.tls_ca_file().empty() && config.otlp().otlp_endpoint().empty()) {
+    if (!config.tls_ca_file().empty() && config.otlp().otlp_endpoint().empty() &&
+        config.replica_servers().empty() && config.prefill_servers().empty()) {
       return absl::InvalidArgumentError(
-          "--tls-ca-file is for --workers and --otlp-endpoint; workers that serve starts speak "
-          "over "
-          "unix sockets");
+          "--tls-ca-file is for --workers, other servers and --otlp-endpoint; workers that serve "
+          "starts speak over unix sockets");
     }
     KVASIR_ASSIGN_OR_RETURN(local_workers, StartLocalWorkers(config));
     addresses = local_workers->addresses();
@@ -249,7 +265,7 @@ absl::Status RunServe(const v1::ServeConfig& config) {
   }
   spdlog::info("signal {}: draining for at most {} s; a second one stops at once", signal_number,
                config.shutdown_timeout());
-  Drain(*server, absl::Seconds(config.shutdown_timeout()), signals);
+  Drain(*server, local_workers, absl::Seconds(config.shutdown_timeout()), signals);
   server->Shutdown();
   return absl::OkStatus();
 }

@@ -134,6 +134,13 @@ struct Metrics::Series {
   Counter& resumed_disk = resumed.Add({{"from", "disk"}});
   Counter& resumed_peer = resumed.Add({{"from", "peer"}});
   Counter& resumed_recompute = resumed.Add({{"from", "recompute"}});
+  Family<Counter>& moves = Counters(
+      "kvasir_requests_moved_total",
+      "Running requests of a server that drains, by result: moved to another server, stays because "
+      "none took it, lost after it had moved.");
+  Counter& moved = moves.Add({{"result", "moved"}});
+  Counter& move_stays = moves.Add({{"result", "stays"}});
+  Counter& move_lost = moves.Add({{"result", "lost"}});
   Counter& plans_ahead =
       Counters("kvasir_plans_ahead_total",
                "Steps that were planned before the one before them was answered.")
@@ -301,6 +308,13 @@ void Metrics::RequestFinished(const absl::Status& status, const v1::Finish& summ
   s.inference.Observe(prefill + decode);
   const uint32_t tokens = summary.usage().completion_tokens();
   if (tokens > 1) s.per_token.Observe(decode / (tokens - 1));
+}
+
+void Metrics::RequestMoved(Move result) {
+  (result == Move::kMoved   ? series_->moved
+   : result == Move::kStays ? series_->move_stays
+                            : series_->move_lost)
+      .Increment();
 }
 
 void Metrics::SpansExported(int64_t count) {

@@ -74,6 +74,10 @@ class Metrics {
   void RequestFinished(const absl::Status& status, const v1::Finish& summary,
                        absl::Duration since_arrival);
 
+  // A request that should go over to another server when this one drains.
+  enum class Move { kMoved, kStays, kLost };
+  void RequestMoved(Move result);
+
   // Spans of traces: sent, and dropped.
   void SpansExported(int64_t count);
   enum class SpanDrop { kQueueFull, kExportFailed, kRejected };

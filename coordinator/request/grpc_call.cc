@@ -30,6 +30,7 @@ RequestOrigin OriginOfCall(grpc::ServerContextBase& context, const v1::GenerateR
   RequestOrigin origin = OriginOf(
       request,
       {.caller = std::move(caller),
+       .authorization = Header(context, "authorization"),
        .request_id = Header(context, kRequestIdHeader),
        .traceparent = Header(context, "traceparent")},
       [&api] { return api.NewRequestId(); }, api.Now());

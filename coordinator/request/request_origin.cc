@@ -59,6 +59,7 @@ RequestOrigin OriginOf(const v1::GenerateRequest& request, const OriginHeaders& 
   }
   if (IsKept(request.tenant_id())) origin.tenant = request.tenant_id();
   origin.caller = headers.caller;
+  origin.authorization = std::string(headers.authorization);
   if (origin.caller != nullptr) origin.tenant = origin.caller->Tenant(origin.tenant);
   return origin;
 }

@@ -33,14 +33,17 @@ struct RequestOrigin {
   // without API keys what the request names. At most 193 bytes.
   std::string tenant = {};
   std::optional<TraceContext> trace = {};
+  // The header by which the caller is known, for the server that the request moves to; empty: none.
+  std::string authorization = {};
   TimePoint arrived = {};
 };
 
 // Headers of a request; empty where the client sent none.
 struct OriginHeaders {
   std::shared_ptr<const Caller> caller = {};  // of the header authorization
-  absl::string_view request_id = {};          // x-request-id
-  absl::string_view traceparent = {};         // W3C
+  absl::string_view authorization = {};
+  absl::string_view request_id = {};   // x-request-id
+  absl::string_view traceparent = {};  // W3C
 };
 
 // The id is that of the request, else the header's, else `new_id`'s. Ids and tenants that are too

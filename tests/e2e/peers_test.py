@@ -9,7 +9,6 @@ import pathlib
 import random
 import re
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -17,39 +16,13 @@ import unittest
 
 sys.path[:0] = [str(pathlib.Path(__file__).resolve().parents[1]), str(pathlib.Path(__file__).resolve().parents[1] / "faults")]
 from group import flip_bits  # noqa: E402
+from support.peers import BLOCK, FLAGS, OPTIONS, free_ports, make_prompt, peer_blocks, serve, shared_tokens  # noqa: E402
 from support.service import Service, read_stream  # noqa: E402
 from support.tiny_model import make_tiny_model  # noqa: E402
 from support.worker import workers_of, write_secret  # noqa: E402
 
-BLOCK = 64
 PROMPT_TOKENS = 8000
-SHARED = (PROMPT_TOKENS - 1) // BLOCK * BLOCK  # in whole blocks: one token is left to compute
-FLAGS = ["--kv-device-size-gb=0.05", "--kv-host-size-gb=0.2", "--mass-sample-rate=0", "--max-num-batched-tokens=512",
-         "--max-model-len=8192", "--threads=1"]
-OPTIONS = dict(max_tokens=8, ignore_eos=True)
-
-
-def make_prompt(seed, tokens=PROMPT_TOKENS):
-    rng = random.Random(seed)
-    return [rng.randrange(3, 1400) for _ in range(tokens)]
-
-
-def free_ports(count):
-    """Ports in a row that nobody listens on."""
-    while True:
-        first = random.randrange(20000, 32000)
-        try:
-            for port in range(first, first + count):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port))
-            return first
-        except OSError:
-            continue
-
-
-def peer_blocks(service, result, rank=0):
-    return sum(value for name, value in service.metrics(service.worker_metrics[rank]).items()
-               if name.startswith("kvasir_peer_blocks_total") and f'result="{result}"' in name)
+SHARED = shared_tokens(PROMPT_TOKENS)
 
 
 def memory_of(pid):
@@ -65,9 +38,7 @@ class PeersTest(unittest.TestCase):
         cls.secret = write_secret(cls.folder, "secret")
 
     def serve(self, listen, peers, *flags, model=None, secret=None):
-        return Service(model=model or self.model, flags=[
-            *FLAGS, f"--peer-listen=127.0.0.1:{listen}", f"--peers={','.join(f'127.0.0.1:{port}' for port in peers)}",
-            f"--peer-secret-file={secret or self.secret}", *flags])
+        return serve(model or self.model, listen, peers, secret or self.secret, *flags)
 
     def linked(self, service):
         service.wait_for_log(": linked, for blocks of")
@@ -84,7 +55,7 @@ class Fetching(PeersTest):
         first = free_ports(2 * ranks)
         ports = [first, first + ranks]
         flags = [f"--tensor-parallel-size={ranks}", *flags]
-        prompt = make_prompt(ranks)
+        prompt = make_prompt(ranks, PROMPT_TOKENS)
         with self.serve(ports[0], ports, *flags) as owner, self.serve(ports[1], ports, *flags) as asker:
             self.linked(asker)
             expected = owner.generate(prompt, **OPTIONS)
@@ -146,12 +117,11 @@ class OtherDegrees(PeersTest):
     def fetch(self, owner_ranks, asker_ranks, *flags):
         first = free_ports(owner_ranks + asker_ranks)
         ports = [first, first + owner_ranks]
-        replicas = f"127.0.0.1:{ports[0]}*{owner_ranks},127.0.0.1:{ports[1]}*{asker_ranks}"
-        flags = [f"--peer-secret-file={self.secret}", f"--peers={replicas}", *FLAGS, *flags]
+        replicas = [f"{ports[0]}*{owner_ranks}", f"{ports[1]}*{asker_ranks}"]
         prompt = make_prompt(20 + owner_ranks, 2000)
-        shared = 1999 // BLOCK * BLOCK
-        with Service(model=self.model, flags=[f"--tensor-parallel-size={owner_ranks}", f"--peer-listen=127.0.0.1:{ports[0]}", *flags]) as owner, \
-                Service(model=self.model, flags=[f"--tensor-parallel-size={asker_ranks}", f"--peer-listen=127.0.0.1:{ports[1]}", *flags]) as asker:
+        shared = shared_tokens(len(prompt))
+        with self.serve(ports[0], replicas, f"--tensor-parallel-size={owner_ranks}", *flags) as owner, \
+                self.serve(ports[1], replicas, f"--tensor-parallel-size={asker_ranks}", *flags) as asker:
             for service in (owner, asker):  # each worker of the larger group has a link to one of the smaller
                 deadline = time.monotonic() + 60
                 while service.log().count(": linked, for blocks of") < max(owner_ranks, asker_ranks):
@@ -168,7 +138,7 @@ class OtherDegrees(PeersTest):
                 self.assertEqual([peer_blocks(asker, result, rank) for result in ("absent", "failed", "refused")], [0, 0, 0])
             longer = answer.token_ids + prompt[:500]  # and back: what the asker made is lent to the owner
             expected = asker.generate(longer, **OPTIONS)
-            self.check(owner.generate(longer, **OPTIONS), expected, (len(longer) - 1) // BLOCK * BLOCK)
+            self.check(owner.generate(longer, **OPTIONS), expected, shared_tokens(len(longer)))
 
     def test_two_ranks_fetch_from_one(self):
         self.fetch(1, 2)
@@ -198,7 +168,7 @@ class Failing(PeersTest):
         return stream
 
     def test_a_stopped_owner_costs_its_patience(self):
-        prompt = make_prompt(11)
+        prompt = make_prompt(11, PROMPT_TOKENS)
         expected = self.owner.generate(prompt, **OPTIONS)
         [pid] = workers_of(self.owner)
         os.kill(pid, signal.SIGSTOP)
@@ -212,7 +182,7 @@ class Failing(PeersTest):
             os.kill(pid, signal.SIGCONT)
 
     def test_an_owner_that_is_killed_while_it_is_asked_costs_time_and_comes_back(self):
-        prompt = make_prompt(12)
+        prompt = make_prompt(12, PROMPT_TOKENS)
         expected = self.owner.generate(prompt, **OPTIONS)
         [pid] = workers_of(self.owner)
         os.kill(pid, signal.SIGSTOP)  # so that it is in the middle of it
@@ -234,7 +204,7 @@ class Failing(PeersTest):
         self.check(self.asker.generate(third, **OPTIONS), expected, 960)
 
     def test_wrong_bytes_are_refused_and_never_used(self):
-        prompt = make_prompt(15)
+        prompt = make_prompt(15, PROMPT_TOKENS)
         expected = self.owner.generate(prompt, **OPTIONS)
         memory = memory_of(workers_of(self.owner)[0])
         self.addCleanup(os.close, memory)

@@ -91,7 +91,10 @@ void Answer::Submit(Which which) {
     const v1::GenerateRequest request = RequestOf(choice);
     const HttpRequest& http = exchange_->request();
     const RequestOrigin origin = OriginOf(
-        request, {.caller = exchange_->caller(), .traceparent = http.traceparent},
+        request,
+        {.caller = exchange_->caller(),
+         .authorization = http.authorization,
+         .traceparent = http.traceparent},
         [this] { return api_.NewRequestId(); }, http.arrived);
     api_.Generate(request, origin, sinks[choice]);
   }

@@ -1,0 +1,95 @@
+"""Long prompts that another server reads (--prefill-servers): the one that answers fetches their blocks from its workers, and
+computes one token before the first."""
+
+import pathlib
+import re
+import signal
+import sys
+import tempfile
+import time
+import unittest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from support.peers import FLAGS, OPTIONS, free_ports, make_prompt, serve, shared_tokens  # noqa: E402
+from support.service import Service  # noqa: E402
+from support.tiny_model import make_tiny_model  # noqa: E402
+from support.worker import write_secret  # noqa: E402
+
+TOKENS = 5000
+
+
+class Prefill(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory(prefix="kvasir-prefill-")))
+        cls.model = make_tiny_model(cls.folder / "model")
+        cls.secret = write_secret(cls.folder, "secret")
+
+    def setUp(self):
+        first = free_ports(2)
+        self.reader = serve(self.model, first, [], self.secret)
+        self.addCleanup(self.reader.stop)
+        self.decoder = self.enterContext(serve(self.model, first + 1, [first], self.secret, f"--prefill-servers={self.reader.address}",
+                                               "--prefill-min-tokens=1000"))
+        self.decoder.wait_for_log(": linked, for blocks of")
+
+    def computed(self, service):
+        return service.metric("kvasir_prompt_tokens_total") - service.metric("kvasir_prompt_tokens_cached_by_source_total")
+
+    def clean(self, prompt, **options):
+        with Service(model=self.model, flags=FLAGS) as service:
+            return service.generate(prompt, **options)
+
+    def test_a_long_prompt_is_computed_there_and_fetched(self):
+        prompt = make_prompt(1, TOKENS)
+        sampled = dict(max_tokens=40, ignore_eos=True, temperature=0.9, seed=3, logprobs=1, min_tokens=8)
+        answer = self.decoder.generate(prompt, **sampled)
+        expected = self.clean(prompt, **sampled)
+        self.assertEqual(answer.token_ids, expected.token_ids)
+        self.assertEqual(answer.logprobs, expected.logprobs)
+        self.assertEqual(answer.finish.usage.cached_tokens.peer, shared_tokens(TOKENS))
+        self.assertEqual(self.computed(self.decoder), TOKENS - shared_tokens(TOKENS))
+        self.assertEqual(self.computed(self.reader), TOKENS)
+        print(f"first token after {answer.finish.timing.time_to_first_token.ToMilliseconds()} ms, "
+              f"computed by one server after {expected.finish.timing.time_to_first_token.ToMilliseconds()} ms")
+
+    def test_short_prompts_and_those_with_log_probabilities_are_read_here(self):
+        self.decoder.generate(make_prompt(2, 999), **OPTIONS)
+        self.decoder.generate(make_prompt(3, 1500), prompt_logprobs=1, **OPTIONS)
+        self.assertEqual(self.computed(self.decoder), 2499)
+        self.assertEqual(self.computed(self.reader), 0)
+
+    def test_a_server_that_is_gone_costs_time_only(self):
+        prompt = make_prompt(4, TOKENS)
+        self.reader.process.send_signal(signal.SIGKILL)
+        self.reader.process.wait()
+        answer = self.decoder.generate(prompt, **OPTIONS)
+        self.assertEqual(answer.token_ids, self.clean(prompt, **OPTIONS).token_ids)
+        self.assertEqual(self.computed(self.decoder), TOKENS)
+        self.decoder.wait_for_log("does not read its prompt")
+
+    def test_a_client_that_leaves_frees_its_place_there(self):
+        stream = self.decoder.stream(make_prompt(5, TOKENS), max_tokens=3000, ignore_eos=True)
+        self.wait(lambda: self.reader.metric("kvasir_num_requests_running") == 1)
+        stream.cancel()
+        self.wait(lambda: self.reader.metric("kvasir_num_requests_running") == 0)
+        self.assertLess(self.computed(self.reader), TOKENS)
+        self.assertEqual(self.decoder.metric("kvasir_num_requests_running"), 0)
+
+    def wait(self, condition):
+        deadline = time.monotonic() + 20
+        while not condition():
+            self.assertLess(time.monotonic(), deadline)
+            time.sleep(0.01)
+
+
+class Refused(unittest.TestCase):
+    def test_what_cannot_serve_ends_the_start_with_words(self):
+        for flags, words in ((["--prefill-servers=127.0.0.1:1"], "--prefill-servers needs addresses, and --peers"),
+                             (["--prefill-servers=nowhere", "--peers=127.0.0.1:1"], "'nowhere' is no address of a server")):
+            with tempfile.TemporaryDirectory() as folder, self.assertRaisesRegex(RuntimeError, re.escape(words)):
+                Service(model=make_tiny_model(pathlib.Path(folder) / "model"), flags=[*FLAGS, *flags])
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)
