@@ -257,7 +257,8 @@ class ContextHintsTest(unittest.TestCase):
             self.assertEqual(ask_about(service, "doc", [5]).cached_tokens, 0)
             reply = ask(service, "POST", "/v1/contexts:evict", {"prefix": {"ids": tokens[:128]}})
             self.assertEqual((reply.status, reply.json["host_blocks"]), (200, "2"), reply.body)
-            self.assertEqual(ask_about(service, "doc", [5]).cached_tokens, 0)
+            # The block after the prefix may be on disk still.
+            self.assertLessEqual(ask_about(service, "doc", [5]).cached_tokens, BLOCK_TOKENS)
             self.assertIn("blocks granted", command(service, "prefetch", "--name=doc").stdout)
             self.assertEqual(ask(service, "POST", "/v1/contexts/doc/demote").status, 200)
             printed = command(service, "evict", "--everything")
