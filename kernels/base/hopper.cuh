@@ -38,6 +38,18 @@ __device__ inline void BarrierArriveExpecting(uint64_t* barrier, uint32_t bytes)
       "r"(bytes)
       : "memory");
 }
+// Arrives at the same barrier of CTA `rank` of the cluster, which says nothing of this thread's
+// writes: a release to a cluster would wait for all memory, some hundred cycles.
+__device__ inline void BarrierArriveIn(uint64_t* barrier, unsigned rank) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+      "}\n" ::"r"(SharedAddress(barrier)),
+      "r"(rank)
+      : "memory");
+}
 // Waits until the phase of parity `parity` has ended.
 __device__ inline void BarrierWait(uint64_t* barrier, uint32_t parity) {
   asm volatile(
@@ -81,7 +93,29 @@ __device__ inline void CopyBox(void* to, const CUtensorMap* map, int32_t column,
       "l"(map), "r"(SharedAddress(barrier)), "r"(column), "r"(row)
       : "memory");
 }
-// The same of a map with four dimensions, from the start of all but the second.
+// CopyBox of what is read once: it leaves the L2 cache first.
+__device__ inline void CopyBoxOnce(void* to, const CUtensorMap* map, int32_t column, int32_t row,
+                                   uint64_t* barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .b64 policy;\n"
+      "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%3, %4}], [%2], policy;\n"
+      "}\n" ::"r"(SharedAddress(to)),
+      "l"(map), "r"(SharedAddress(barrier)), "r"(column), "r"(row)
+      : "memory");
+}
+// CopyBox to the same place in every CTA of `blocks`, a bit each, and to the same barrier of each.
+__device__ inline void CopyBoxToBlocks(void* to, const CUtensorMap* map, int32_t column,
+                                       int32_t row, uint64_t* barrier, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(SharedAddress(to)),
+      "l"(map), "r"(SharedAddress(barrier)), "r"(column), "r"(row), "h"(blocks)
+      : "memory");
+}
+// CopyBox of a map with four dimensions, from the start of all but the second.
 __device__ inline void CopyRowsOf4(void* to, const CUtensorMap* map, int32_t row,
                                    uint64_t* barrier) {
   asm volatile(
@@ -340,6 +374,53 @@ __device__ inline void Wgmma64x128(float (&d)[64], const uint32_t (&a)[4], uint6
         "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
         "+f"(d[63])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// d[64, n] += a[64, 16] b[16, n], both K-major in shared memory, for n of 16, 32 and 128. d is
+// laid out as for Wgmma64x64, with j below n / 8.
+__device__ inline void Wgmma64x16(float (&d)[8], uint64_t a, uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7"
+      "}, %8, %9, 1, 1, 1, 0, 0;\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7])
+      : "l"(a), "l"(b));
+}
+__device__ inline void Wgmma64x32(float (&d)[16], uint64_t a, uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15"
+      "}, %16, %17, 1, 1, 1, 0, 0;\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15])
+      : "l"(a), "l"(b));
+}
+__device__ inline void Wgmma64x128(float (&d)[64], uint64_t a, uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, "
+      "%40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, "
+      "%56, %57, %58, %59, %60, %61, %62, %63"
+      "}, %64, %65, 1, 1, 1, 0, 0;\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
+        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
+        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
+        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),
+        "+f"(d[63])
+      : "l"(a), "l"(b));
 }
 
 }  // namespace kvasir::kernels::hopper

@@ -8,6 +8,7 @@
 #include "kernels/base/warp.cuh"
 #include "kernels/dense/elementwise_launch.h"
 #include "kernels/dense/rms_norm.cuh"
+#include "kernels/dense/silu_mul.cuh"
 
 namespace kvasir::kernels {
 namespace {
@@ -109,9 +110,7 @@ __global__ void SiluMulKernel(const SiluMulRows rows) {
   const Elements up = gate_up[runs + i];
   Elements y;
   for (int j = 0; j < kCount; ++j) {
-    const auto g = static_cast<float>(gate.values[j]);
-    const T silu = T(g / (1.0f + expf(-g)));
-    y.values[j] = T(static_cast<float>(silu) * static_cast<float>(up.values[j]));
+    y.values[j] = SiluMulOf(gate.values[j], up.values[j]);
   }
   static_cast<Elements*>(rows.y)[row * runs + i] = y;
 }

@@ -76,8 +76,8 @@ struct ProductShape {
 };
 
 struct LinearAlgorithms {
-  static constexpr int kClasses = 10;
-  static constexpr int64_t kLeastRows = 16;  // of the first class; each has twice as many
+  static constexpr int kClasses = 7;
+  static constexpr int64_t kLeastRows = 128;  // of the first class; each has twice as many
 
   std::array<cublasLtMatmulAlgo_t, kClasses> of_class;
   // For tests. Of each class, the index of the first candidate that had the bits of our kernel,

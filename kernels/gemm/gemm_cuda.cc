@@ -13,8 +13,10 @@
 #include "kernels/base/multiprocessors.h"
 #include "kernels/base/shape_check.h"
 #include "kernels/base/status_macros.h"
+#include "kernels/base/tensor_map.h"
 #include "kernels/dense/convert.h"
 #include "kernels/dense/dense_cuda.h"
+#include "kernels/gemm/gemm_batch_rows.h"
 #include "kernels/gemm/gemm_engine.h"
 #include "kernels/gemm/gemm_few_rows.h"
 #include "kernels/plans/plan_log.h"
@@ -254,7 +256,8 @@ LinearPlan CudaLinear::PlanOf(const LinearParams& p) const {
 }
 
 bool CudaLinear::normalizes_sums(int64_t rows) const {
-  return PlanLinear(CallOf(rows)).kernel == LinearPlan::Kernel::kCublasLt;
+  const LinearPlan::Kernel kernel = PlanLinear(CallOf(rows)).kernel;
+  return kernel == LinearPlan::Kernel::kBatch || kernel == LinearPlan::Kernel::kCublasLt;
 }
 
 absl::Status CudaLinear::Run(const LinearParams& params, std::byte* workspace,
@@ -263,19 +266,44 @@ absl::Status CudaLinear::Run(const LinearParams& params, std::byte* workspace,
   if (params.x.dim(0) == 0) return absl::OkStatus();
   const LinearPlan plan = PlanOf(params);
   TellPlan("linear", plan);
-  if (plan.kernel == LinearPlan::Kernel::kCublasLt) return RunManyRows(params, workspace, stream);
-  LinearParams rest = params;
-  if (plan.kernel == LinearPlan::Kernel::kNormThenFewRows) {
-    KVASIR_RETURN_IF_ERROR(Normalize(params, stream));
-    rest.x = params.normed;
+  return RunBy(plan.kernel, params, workspace, stream);
+}
+
+absl::Status CudaLinear::RunBy(LinearPlan::Kernel kernel, const LinearParams& p,
+                               std::byte* workspace, cudaStream_t stream) {
+  using Kernel = LinearPlan::Kernel;
+  KVASIR_RETURN_IF_ERROR(Check(p));
+  const bool is_few = kernel == Kernel::kFewRows || kernel == Kernel::kNormThenFewRows;
+  ShapeCheck check("gemm");
+  check.Require(!is_few || FewRowsFit(p.x.dim(0), in_features_), "the kernel takes a few rows")
+      .Require(kernel != Kernel::kBatch || p.x.dim(0) <= kBatchRows, "the kernel takes 64 rows");
+  KVASIR_RETURN_IF_ERROR(check.status());
+  LinearParams rest = p;
+  if (!p.norm.empty() && kernel != Kernel::kFewRows) {
+    KVASIR_RETURN_IF_ERROR(Normalize(p, stream));
+    rest.x = p.normed;
     rest.norm = {};
   }
-  KVASIR_RETURN_IF_ERROR(RunFewRows(rest, stream));
-  if (params.next_norm.empty()) return absl::OkStatus();
-  return RmsNorm({.x = params.y,
-                  .weight = params.next_norm,
-                  .y = params.next_normed,
-                  .epsilon = params.epsilon},
+  if (is_few) {
+    KVASIR_RETURN_IF_ERROR(RunFewRows(rest, stream));
+    if (p.next_norm.empty()) return absl::OkStatus();
+    return RmsNorm({.x = p.y, .weight = p.next_norm, .y = p.next_normed, .epsilon = p.epsilon},
+                   stream);
+  }
+  if (p.after == After::kStore) return Multiply(kernel, rest.x, p.y, workspace, stream);
+  if (p.after == After::kSiluMul && kernel == Kernel::kBatch) {
+    return RunBatchRows(rest.x, p.after, p.y, stream);
+  }
+  check.Match("product", p.product, {p.x.dim(0), out_features_}, options_.output);
+  KVASIR_RETURN_IF_ERROR(check.status());
+  KVASIR_RETURN_IF_ERROR(Multiply(kernel, rest.x, p.product, workspace, stream));
+  if (p.after == After::kSiluMul) return SiluMul({.gate_up = p.product, .y = p.y}, stream);
+  // cuBLASLt would round the sum of both once.
+  return AddNorm({.x = p.product,
+                  .y = p.y,
+                  .weight = p.next_norm,
+                  .epsilon = p.epsilon,
+                  .normed = p.next_normed},
                  stream);
 }
 
@@ -300,28 +328,40 @@ absl::Status CudaLinear::RunFewRows(const LinearParams& p, cudaStream_t stream) 
   return CudaStatus(LaunchFewRows(launch, num_processors_, stream), "launching a linear layer");
 }
 
-absl::Status CudaLinear::RunManyRows(const LinearParams& p, std::byte* workspace,
-                                     cudaStream_t stream) {
-  KVASIR_RETURN_IF_ERROR(Check(p));
-  if (!p.norm.empty()) KVASIR_RETURN_IF_ERROR(Normalize(p, stream));
-  const TensorView& x = p.norm.empty() ? p.x : p.normed;
-  if (p.after == After::kStore) return Multiply(x, p.y, workspace, stream);
-  ShapeCheck check("gemm");
-  check.Match("product", p.product, {x.dim(0), out_features_}, options_.output);
-  KVASIR_RETURN_IF_ERROR(check.status());
-  KVASIR_RETURN_IF_ERROR(Multiply(x, p.product, workspace, stream));
-  if (p.after == After::kSiluMul) return SiluMul({.gate_up = p.product, .y = p.y}, stream);
-  // cuBLASLt would round the sum of both once.
-  return AddNorm({.x = p.product,
-                  .y = p.y,
-                  .weight = p.next_norm,
-                  .epsilon = p.epsilon,
-                  .normed = p.next_normed},
-                 stream);
+absl::Status CudaLinear::RunBatchRows(const TensorView& x, After after, const TensorView& y,
+                                      cudaStream_t stream) const {
+  const int64_t rows = x.dim(0);
+  BatchRowsLaunch launch = {.x = {},
+                            .weights = {},
+                            .num_rows = static_cast<int>(rows),
+                            .k = static_cast<int>(in_features_),
+                            .bias = bias_.data(),
+                            .after = after,
+                            .y = y.data(),
+                            .n = static_cast<int>(y.dim(1)),
+                            .dtype = options_.output,
+                            .plan = PlanBatch(out_features_, rows, num_processors_)};
+  const auto map = [&](void* base, int64_t all_rows, int64_t box_rows) {
+    return MakeTensorMap(
+        base, {.rank = 2,
+               .sizes = {static_cast<cuuint64_t>(in_features_), static_cast<cuuint64_t>(all_rows)},
+               .strides = {static_cast<cuuint64_t>(in_features_ * 2)},
+               .box = {kBoxColumns, static_cast<cuuint32_t>(box_rows)}});
+  };
+  KVASIR_ASSIGN_OR_RETURN(launch.x, map(x.data(), rows, launch.plan.x_rows));
+  KVASIR_ASSIGN_OR_RETURN(launch.weights, map(weights_.data(), out_features_,
+                                              BatchBoxRows(launch.plan.tile_units, after)));
+  return CudaStatus(LaunchBatchRows(launch, stream), "launching a linear layer");
 }
 
-absl::Status CudaLinear::Multiply(const TensorView& x, const TensorView& y, std::byte* workspace,
-                                  cudaStream_t stream) {
+absl::Status CudaLinear::Multiply(LinearPlan::Kernel kernel, const TensorView& x,
+                                  const TensorView& y, std::byte* workspace, cudaStream_t stream) {
+  return kernel == LinearPlan::Kernel::kBatch ? RunBatchRows(x, After::kStore, y, stream)
+                                              : MultiplyByCublasLt(x, y, workspace, stream);
+}
+
+absl::Status CudaLinear::MultiplyByCublasLt(const TensorView& x, const TensorView& y,
+                                            std::byte* workspace, cudaStream_t stream) {
   ShapeCheck check("gemm");
   check.Require(workspace != nullptr, "the workspace is missing");
   KVASIR_RETURN_IF_ERROR(check.status());

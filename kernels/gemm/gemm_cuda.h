@@ -2,9 +2,9 @@
 // (LinearParams of gemm.h).
 //
 // A CudaLinear owns its weights in device memory, as the checkpoint has them (row by row), and
-// hides what multiplies by them: a kernel of ours for a few rows of bfloat16, where reading the
-// weights is all that counts (gemm_few_rows.h), and one of cuBLASLt's for more. The model holds one
-// object per weight and one CublasLt for all of them. Only in builds with CUDA.
+// hides what multiplies by them: kernels of ours for up to 64 rows of bfloat16, where reading the
+// weights is all that counts (gemm_few_rows.h, gemm_batch_rows.h), and one of cuBLASLt's for more.
+// The model holds one object per weight and one CublasLt for all of them. Only in builds with CUDA.
 #pragma once
 
 #include <cstddef>
@@ -45,14 +45,14 @@ class CudaLinear {
 
   // All tensors of `params` in device memory: x, norm and normed options.input; the others
   // options.output, which is the input's dtype where something comes after the product. kAdd needs
-  // `product` for more than a few rows only.
+  // `product` for more than one row only, kSiluMul for more than 64.
   // `workspace`: kWorkspaceBytes, 256-byte aligned, of this stream only.
   //
-  // Products and sums are float32; a sum has its bias added and is rounded once. For a few rows (up
-  // to 8 and 28,672 elements of x, whose rows have a multiple of 16 bytes) all is one
-  // launch, which may begin beside the kernel before it, except for the norm of rows that are too
-  // long or odd (FewRowsNormalize), and for the next norm. For more there is a launch for each
-  // part, but one for an addition with the next norm.
+  // Products and sums are float32; a sum has its bias added and is rounded once. For one row (of a
+  // multiple of 16 bytes) all is one launch, which may begin beside the kernel before it, except
+  // for the norm of rows that are too long or odd (FewRowsNormalize), and for the next norm. For
+  // more there is a launch for each part, but one for an addition with the next norm; up to 64 rows
+  // the gate is in the product's.
   //
   // A row's bits depend on nothing but the row, whatever M is and whichever kernel multiplies,
   // where keeps_bits(), x and y are aligned to 16 bytes and N is a multiple of 8. Elsewhere the
@@ -61,8 +61,9 @@ class CudaLinear {
   // Nothing is waited for; may be captured. INVALID_ARGUMENT: shapes, dtypes, host memory.
   // UNIMPLEMENTED: cuBLASLt has no kernel for the shape. INTERNAL: it failed.
   absl::Status Run(const LinearParams& params, std::byte* workspace, cudaStream_t stream);
-  // The same by cuBLASLt, whatever M is.
-  absl::Status RunManyRows(const LinearParams& params, std::byte* workspace, cudaStream_t stream);
+  // The same by a kernel that is not chosen by the rows. For tests and benchmarks.
+  absl::Status RunBy(LinearPlan::Kernel kernel, const LinearParams& params, std::byte* workspace,
+                     cudaStream_t stream);
 
   // Whether Run of kAdd with so many aligned rows applies `next_norm` in the launch that adds. Else
   // it is a launch more, and the next layer applies the norm at less cost.
@@ -93,9 +94,14 @@ class CudaLinear {
   LinearPlan PlanOf(const LinearParams& params) const;
   static absl::Status Normalize(const LinearParams& params, cudaStream_t stream);
   absl::Status RunFewRows(const LinearParams& params, cudaStream_t stream) const;
+  // y = after(x w^T + bias), of kStore and kSiluMul.
+  absl::Status RunBatchRows(const TensorView& x, LinearParams::After after, const TensorView& y,
+                            cudaStream_t stream) const;
   // y = x w^T + bias.
-  absl::Status Multiply(const TensorView& x, const TensorView& y, std::byte* workspace,
-                        cudaStream_t stream);
+  absl::Status Multiply(LinearPlan::Kernel kernel, const TensorView& x, const TensorView& y,
+                        std::byte* workspace, cudaStream_t stream);
+  absl::Status MultiplyByCublasLt(const TensorView& x, const TensorView& y, std::byte* workspace,
+                                  cudaStream_t stream);
   absl::StatusOr<Plan> MakePlan(const PlanKey& key) const;
 
   const CublasLt* lt_ = nullptr;

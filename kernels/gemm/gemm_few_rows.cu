@@ -5,6 +5,7 @@
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/base/warp.cuh"
 #include "kernels/dense/rms_norm.cuh"
+#include "kernels/dense/silu_mul.cuh"
 #include "kernels/gemm/gemm_few_rows.h"
 
 namespace kvasir::kernels {
@@ -267,9 +268,7 @@ __device__ void Finish(const FewRowsLaunch& p, const Outputs<kAfter>& outputs,
       y = Out(static_cast<float>(before[i]) + static_cast<float>(sum));
     } else {
       const Out up = WithBias<Out>(p, up_sum, p.n + column);
-      const auto gate = static_cast<float>(sum);
-      const Out silu = Out(gate / (1.0f + expf(-gate)));
-      y = Out(static_cast<float>(silu) * static_cast<float>(up));
+      y = SiluMulOf(sum, up);
     }
   }
 }

@@ -5,6 +5,7 @@
 #include <ostream>
 
 #include "kernels/base/dtype.h"
+#include "kernels/gemm/gemm_batch_plan.h"
 
 namespace kvasir::kernels {
 
@@ -24,6 +25,7 @@ struct LinearPlan {
   enum class Kernel {
     kFewRows,          // ours, with what comes before and after the product
     kNormThenFewRows,  // the same, after a kernel for the norm
+    kBatch,            // ours, with the gate, and kernels for a norm and an addition
     kCublasLt,         // cuBLASLt's, with kernels for what comes before and after
   };
 
@@ -31,16 +33,18 @@ struct LinearPlan {
   Kernel kernel = Kernel::kCublasLt;
 };
 
+// Our kernel for a few rows multiplies single rows only: from two on the one for a batch is faster
+// (decision 0016).
 inline LinearPlan PlanLinear(const LinearCall& call) {
-  // Elements of x that our kernel takes: beyond them cuBLASLt is faster (decision 0016, on an
-  // H100).
-  constexpr int64_t kMostFewElements = 28672;
+  constexpr int64_t kCopiedElements = 8;  // rows are copied by 16 bytes
   using Kernel = LinearPlan::Kernel;
-  const bool is_few = call.input == DType::kBFloat16 && call.rows * call.k <= kMostFewElements &&
-                      call.few_rows_fit && call.is_aligned;
-  if (!is_few) return {.call = call, .kernel = Kernel::kCublasLt};
-  const bool norm_is_apart = call.has_norm && !call.few_rows_normalize;
-  return {.call = call, .kernel = norm_is_apart ? Kernel::kNormThenFewRows : Kernel::kFewRows};
+  if (call.input != DType::kBFloat16 || !call.is_aligned) return {.call = call};
+  if (call.rows == 1 && call.few_rows_fit) {
+    const bool norm_is_apart = call.has_norm && !call.few_rows_normalize;
+    return {.call = call, .kernel = norm_is_apart ? Kernel::kNormThenFewRows : Kernel::kFewRows};
+  }
+  if (call.rows > kBatchRows || call.k % kCopiedElements != 0) return {.call = call};
+  return {.call = call, .kernel = Kernel::kBatch};
 }
 
 inline std::ostream& operator<<(std::ostream& out, const LinearPlan& plan) {
@@ -52,6 +56,8 @@ inline std::ostream& operator<<(std::ostream& out, const LinearPlan& plan) {
       return out << "kernel for few rows";
     case LinearPlan::Kernel::kNormThenFewRows:
       return out << "norm, then kernel for few rows";
+    case LinearPlan::Kernel::kBatch:
+      return out << "kernel for a batch of rows";
     case LinearPlan::Kernel::kCublasLt:
       break;
   }

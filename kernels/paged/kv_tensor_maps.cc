@@ -1,41 +1,18 @@
 #include "kernels/paged/kv_tensor_maps.h"
 
-#include <cuda_runtime_api.h>
 #include <limits>
 
 #include "absl/strings/str_cat.h"
 
-#include "kernels/base/cuda_status.h"
+#include "kernels/base/status_macros.h"
 
 namespace kvasir::kernels {
 namespace {
 
 constexpr int64_t kArenaAlignment = 1024;
 
-// Finds the driver's function through the runtime, because the driver library is not linked.
-absl::StatusOr<PFN_cuTensorMapEncodeTiled_v12000> FindEncodeTiled() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult result;
-  KVASIR_RETURN_IF_ERROR(
-      CudaStatus(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                                  cudaEnableDefault, &result),
-                 "looking for cuTensorMapEncodeTiled"));
-  if (result != cudaDriverEntryPointSuccess) {
-    return absl::UnavailableError("the driver has no cuTensorMapEncodeTiled; install a newer one");
-  }
-  return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
-}
-
-// Dimensions of a map, the fastest first: columns of a box, rows, halves of a row, K and V.
-struct MapShape {
-  uint32_t rank;
-  cuuint64_t sizes[4];
-  cuuint64_t strides[3];  // bytes, of all dimensions but the first
-  cuuint32_t box[4];
-};
-
 // Boxes of `box_rows` rows.
-MapShape RowsShape(const KvLayout& layout, const KvArena& arena, int64_t box_rows) {
+TensorMapShape RowsShape(const KvLayout& layout, const KvArena& arena, int64_t box_rows) {
   const auto row_bytes = static_cast<cuuint64_t>(layout.row_bytes());
   return {.rank = 2,
           .sizes = {static_cast<cuuint64_t>(layout.head_dim),
@@ -46,7 +23,7 @@ MapShape RowsShape(const KvLayout& layout, const KvArena& arena, int64_t box_row
 
 // A page: its row is the first of K. The rows of V, kPageTokens further on, are another dimension,
 // so a page's row lies below the arena's rows less those of V.
-MapShape WholeShape(const KvLayout& layout, const KvArena& arena) {
+TensorMapShape WholeShape(const KvLayout& layout, const KvArena& arena) {
   const auto row_bytes = static_cast<cuuint64_t>(layout.row_bytes());
   const auto halves = static_cast<cuuint64_t>(layout.head_dim / kBoxColumns);
   return {.rank = 4,
@@ -54,22 +31,6 @@ MapShape WholeShape(const KvLayout& layout, const KvArena& arena) {
                     halves, 2},
           .strides = {row_bytes, row_bytes / halves, kPageTokens * row_bytes},
           .box = {kBoxColumns, kPageTokens, static_cast<cuuint32_t>(halves), 2}};
-}
-
-absl::StatusOr<CUtensorMap> MakeMap(const KvArena& arena, const MapShape& shape) {
-  KVASIR_ASSIGN_OR_RETURN(const auto encode, FindEncodeTiled());
-  const cuuint32_t steps[] = {1, 1, 1, 1};
-  CUtensorMap map;
-  const CUresult result = encode(
-      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, shape.rank, arena.base, shape.sizes, shape.strides,
-      shape.box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) {
-    return absl::InternalError(absl::StrCat("cuTensorMapEncodeTiled failed with code ",
-                                            static_cast<int>(result), " for an arena of ",
-                                            arena.bytes, " bytes"));
-  }
-  return map;
 }
 
 absl::StatusOr<KvTensorMaps::Arena> MakeMaps(const KvLayout& layout, const KvArena& arena) {
@@ -89,9 +50,11 @@ absl::StatusOr<KvTensorMaps::Arena> MakeMaps(const KvLayout& layout, const KvAre
   KvTensorMaps::Arena maps = {};
   maps.base = arena.base;
   if (IsQuantized(layout.dtype)) return maps;
-  KVASIR_ASSIGN_OR_RETURN(maps.whole, MakeMap(arena, WholeShape(layout, arena)));
-  KVASIR_ASSIGN_OR_RETURN(maps.pages, MakeMap(arena, RowsShape(layout, arena, kPageTokens)));
-  KVASIR_ASSIGN_OR_RETURN(maps.pieces, MakeMap(arena, RowsShape(layout, arena, kPieceTokens)));
+  KVASIR_ASSIGN_OR_RETURN(maps.whole, MakeTensorMap(arena.base, WholeShape(layout, arena)));
+  KVASIR_ASSIGN_OR_RETURN(maps.pages,
+                          MakeTensorMap(arena.base, RowsShape(layout, arena, kPageTokens)));
+  KVASIR_ASSIGN_OR_RETURN(maps.pieces,
+                          MakeTensorMap(arena.base, RowsShape(layout, arena, kPieceTokens)));
   return maps;
 }
 

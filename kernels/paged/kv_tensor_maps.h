@@ -8,16 +8,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <cuda.h>
-#include <cudaTypedefs.h>
 
 #include "absl/status/statusor.h"
 
+#include "kernels/base/tensor_map.h"
 #include "kernels/paged/paged_kv.h"
 
 namespace kvasir::kernels {
-
-// Columns of a copied box: a swizzled row of shared memory (128 bytes).
-inline constexpr int64_t kBoxColumns = 64;
 
 // Rows of a piece: the swizzle's period, so that a piece has the same layout in shared memory as in
 // a whole page.

@@ -5,7 +5,7 @@
 #include <numeric>
 #include <vector>
 
-#include "kernels/base/philox.h"
+#include "kernels/sampling/philox.h"
 #include "kernels/sampling/sampling_row.h"
 
 namespace kvasir::kernels {

@@ -5,7 +5,7 @@
 
 #include "kernels/base/cuda_status.h"
 #include "kernels/base/device_check.h"
-#include "kernels/base/philox.h"
+#include "kernels/sampling/philox.h"
 #include "kernels/base/scratch.h"
 #include "kernels/base/shape_check.h"
 #include "kernels/base/status_macros.h"

@@ -9,7 +9,6 @@
 #include "kernels/base/dtype.h"
 #include "kernels/dense/dense_cuda.h"
 #include "kernels/gemm/gemm_cuda.h"
-#include "kernels/gemm/gemm_few_rows.h"
 #include "kernels/sampling/sampling_cuda.h"
 #include "tests/bench/cuda_timing.h"
 
@@ -71,8 +70,8 @@ void Report(const char* op, int64_t rows, double bytes, double flops,
   std::fflush(stdout);
 }
 
-// Measures a linear layer as the model calls it, and by cuBLASLt: gated layers with their gate,
-// layers of kAdd with the addition.
+// Measures a linear layer as the model calls it, and by other kernels: gated layers with their
+// gate, layers of kAdd with the addition.
 void BenchLinear(const CublasLt& lt, const char* name, int64_t n, int64_t k,
                  LinearParams::After after) {
   using After = LinearParams::After;
@@ -86,7 +85,7 @@ void BenchLinear(const CublasLt& lt, const char* name, int64_t n, int64_t k,
   }
   const DeviceBuffer workspace = Value(DeviceBuffer::Allocate(CudaLinear::kWorkspaceBytes));
   const Tensors norm(1, k);
-  for (const int64_t rows : {1, 2, 4, 8, 16, 512}) {
+  for (const int64_t rows : {1, 2, 4, 8, 16, 32, 64, 512}) {
     const Tensors x(rows, k), y(rows, after == After::kSiluMul ? n / 2 : n);
     const Tensors normed(rows, k), product(rows, n);
     const auto params = [&](int set) {
@@ -104,10 +103,15 @@ void BenchLinear(const CublasLt& lt, const char* name, int64_t n, int64_t k,
     Report(name, rows, bytes, flops, [&](int set, cudaStream_t stream) {
       return layers[static_cast<size_t>(set)].Run(params(set), workspace.data(), stream);
     });
-    if (rows > kFewRows) continue;
-    Report("the same, cuBLASLt", rows, bytes, flops, [&](int set, cudaStream_t stream) {
-      return layers[static_cast<size_t>(set)].RunManyRows(params(set), workspace.data(), stream);
-    });
+    if (rows > kBatchRows) continue;
+    using Kernel = LinearPlan::Kernel;
+    for (const auto& [by, kernel] : {std::pair("the same, for a batch", Kernel::kBatch),
+                                     std::pair("the same, cuBLASLt", Kernel::kCublasLt)}) {
+      Report(by, rows, bytes, flops, [&](int set, cudaStream_t stream) {
+        return layers[static_cast<size_t>(set)].RunBy(kernel, params(set), workspace.data(),
+                                                      stream);
+      });
+    }
   }
 }
 

@@ -10,7 +10,7 @@
 #include <xxhash.h>
 
 #include "kernels/base/status_macros.h"
-#include "kernels/base/try_parallel_for.h"
+#include "worker/checkpoint/try_parallel_for.h"
 
 namespace kvasir::worker {
 namespace {
@@ -94,8 +94,8 @@ absl::StatusOr<std::vector<XXH128_hash_t>> HashChunks(const std::vector<Chunk>& 
                                                       kernels::Executor& executor) {
   std::vector<XXH128_hash_t> hashes(chunks.size());
   std::vector<std::vector<std::byte>> memory(static_cast<size_t>(executor.num_threads()));
-  KVASIR_RETURN_IF_ERROR(kernels::TryParallelFor(
-      executor, std::ssize(chunks), [&](int64_t i, int thread) -> absl::Status {
+  KVASIR_RETURN_IF_ERROR(
+      TryParallelFor(executor, std::ssize(chunks), [&](int64_t i, int thread) -> absl::Status {
         const Chunk& chunk = chunks[static_cast<size_t>(i)];
         std::vector<std::byte>& data = memory[static_cast<size_t>(thread)];
         data.resize(static_cast<size_t>(kReadBytes));

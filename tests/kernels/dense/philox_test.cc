@@ -1,4 +1,4 @@
-#include "kernels/base/philox.h"
+#include "kernels/sampling/philox.h"
 
 #include <gtest/gtest.h>
 #include <set>

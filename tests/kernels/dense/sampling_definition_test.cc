@@ -5,7 +5,7 @@
 #include <map>
 #include <vector>
 
-#include "kernels/base/philox.h"
+#include "kernels/sampling/philox.h"
 #include "kernels/sampling/sampling.h"
 #include "tests/kernels/dense/sampling_case.h"
 #include "tests/kernels/dense/sampling_rows.h"

@@ -56,9 +56,9 @@ TEST(KernelPlans, PrefillHasACtaForTwoHeadsOfARow) {
 
 LinearPlan::Kernel KernelOf(const LinearCall& call) { return PlanLinear(call).kernel; }
 
-TEST(KernelPlans, OurProductsAreForFewRowsOfBFloat16) {
+TEST(KernelPlans, OurProductsAreForUpTo64RowsOfBFloat16) {
   using Kernel = LinearPlan::Kernel;
-  const LinearCall call = {.rows = 7,
+  const LinearCall call = {.rows = 1,
                            .k = 4096,
                            .n = 4096,
                            .input = kBf16,
@@ -66,12 +66,21 @@ TEST(KernelPlans, OurProductsAreForFewRowsOfBFloat16) {
                            .is_aligned = true,
                            .few_rows_fit = true,
                            .few_rows_normalize = true};
-  EXPECT_EQ(KernelOf(call), Kernel::kFewRows);  // 28,672 elements: as many as it takes
-  EXPECT_EQ(TextOf(PlanLinear(call)), "7 x 4096 x 4096, bfloat16, normalized: kernel for few rows");
+  EXPECT_EQ(KernelOf(call), Kernel::kFewRows);
+  EXPECT_EQ(TextOf(PlanLinear(call)), "1 x 4096 x 4096, bfloat16, normalized: kernel for few rows");
   LinearCall other = call;
-  other.rows = 8;
+  other.rows = 2;
+  EXPECT_EQ(KernelOf(other), Kernel::kBatch);
+  EXPECT_EQ(TextOf(PlanLinear(other)),
+            "2 x 4096 x 4096, bfloat16, normalized: kernel for a batch of rows");
+  other.rows = 64;
+  EXPECT_EQ(KernelOf(other), Kernel::kBatch);
+  other.k = 4092;  // rows that are not aligned to 16 bytes
   EXPECT_EQ(KernelOf(other), Kernel::kCublasLt);
-  EXPECT_EQ(TextOf(PlanLinear(other)), "8 x 4096 x 4096, bfloat16, normalized: cuBLASLt");
+  other = call;
+  other.rows = 65;
+  EXPECT_EQ(KernelOf(other), Kernel::kCublasLt);
+  EXPECT_EQ(TextOf(PlanLinear(other)), "65 x 4096 x 4096, bfloat16, normalized: cuBLASLt");
   other = call;
   other.input = kF32;
   EXPECT_EQ(KernelOf(other), Kernel::kCublasLt);
@@ -80,12 +89,28 @@ TEST(KernelPlans, OurProductsAreForFewRowsOfBFloat16) {
   EXPECT_EQ(KernelOf(other), Kernel::kCublasLt);
   other = call;
   other.few_rows_fit = false;
-  EXPECT_EQ(KernelOf(other), Kernel::kCublasLt);
+  EXPECT_EQ(KernelOf(other), Kernel::kBatch);
   other = call;
   other.few_rows_normalize = false;
   EXPECT_EQ(KernelOf(other), Kernel::kNormThenFewRows);
   other.has_norm = false;
   EXPECT_EQ(KernelOf(other), Kernel::kFewRows);
+}
+
+// The layers of Llama-3.1-8B on the 132 multiprocessors of an H100.
+TEST(KernelPlans, ABatchKeepsAllMultiprocessorsEquallyBusy) {
+  const auto plan_of = [](int64_t weight_rows, int64_t rows) {
+    const BatchPlan plan = PlanBatch(weight_rows, rows, 132);
+    return (testing::Message() << plan.clusters << " clusters, " << plan.num_tiles << " tiles of "
+                               << plan.tile_units << ", " << plan.x_rows << " rows of x")
+        .GetString();
+  };
+  EXPECT_EQ(plan_of(6144, 64), "64 clusters, 128 tiles of 3, 32 rows of x");
+  EXPECT_EQ(plan_of(4096, 33), "64 clusters, 128 tiles of 2, 24 rows of x");
+  EXPECT_EQ(plan_of(28672, 17), "64 clusters, 128 tiles of 14, 16 rows of x");
+  EXPECT_EQ(plan_of(4096, 2), "64 clusters, 128 tiles of 2, 8 rows of x");
+  EXPECT_EQ(plan_of(128256, 8), "66 clusters, 1146 tiles of 7, 8 rows of x");  // 9 each
+  EXPECT_EQ(plan_of(8, 64), "1 clusters, 1 tiles of 1, 32 rows of x");  // one CTA only brings x
 }
 
 TEST(KernelPlans, PromptsOfBFloat16AreAppendedManyTokensAtOnce) {

@@ -10,12 +10,12 @@
 
 #include "kernels/append/digests.h"
 #include "kernels/base/status_macros.h"
-#include "kernels/base/try_parallel_for.h"
 #include "kernels/dense/add.h"
 #include "kernels/dense/embedding.h"
 #include "kernels/dense/rms_norm.h"
 #include "kernels/dense/silu_mul.h"
 #include "worker/backend/memory_limit.h"
+#include "worker/checkpoint/try_parallel_for.h"
 
 namespace kvasir::worker {
 
@@ -122,7 +122,7 @@ absl::StatusOr<Memory> CpuBackend::Allocate(int64_t bytes) {
 }
 
 absl::Status CpuBackend::FillPieces(std::span<const MemoryPiece> pieces, const WritePiece& write) {
-  return kernels::TryParallelFor(executor(), std::ssize(pieces), [&](int64_t piece, int thread) {
+  return TryParallelFor(executor(), std::ssize(pieces), [&](int64_t piece, int thread) {
     return write(piece, thread, pieces[static_cast<size_t>(piece)].begin);
   });
 }

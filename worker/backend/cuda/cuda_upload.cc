@@ -8,7 +8,7 @@
 #include "kernels/base/cuda_status.h"
 #include "kernels/base/device_buffer.h"
 #include "kernels/base/status_macros.h"
-#include "kernels/base/try_parallel_for.h"
+#include "worker/checkpoint/try_parallel_for.h"
 
 namespace kvasir::worker {
 namespace {
@@ -59,8 +59,8 @@ absl::Status UploadPieces(std::span<const MemoryPiece> pieces, const WritePiece&
       kernels::PinnedBuffer::Allocate(int64_t{kBuffersPerThread} * num_threads * buffer_bytes));
   KVASIR_ASSIGN_OR_RETURN(std::vector<Staging> threads,
                           MakeStaging(memory.data(), buffer_bytes, num_threads));
-  const absl::Status status = kernels::TryParallelFor(
-      executor, std::ssize(pieces), [&](int64_t i, int thread) -> absl::Status {
+  const absl::Status status =
+      TryParallelFor(executor, std::ssize(pieces), [&](int64_t i, int thread) -> absl::Status {
         cudaSetDevice(device);  // sets it for this thread
         const MemoryPiece& piece = pieces[static_cast<size_t>(i)];
         Staging& staging = threads[static_cast<size_t>(thread)];

@@ -1,4 +1,4 @@
-#include "kernels/base/try_parallel_for.h"
+#include "worker/checkpoint/try_parallel_for.h"
 
 #include <array>
 #include <gtest/gtest.h>
@@ -7,7 +7,7 @@
 
 #include "tests/support/thread_executor.h"
 
-namespace kvasir::kernels {
+namespace kvasir::worker {
 namespace {
 
 TEST(TryParallelFor, RunsEveryItemOnce) {
@@ -34,7 +34,7 @@ TEST(TryParallelFor, TheFirstItemThatFailsIsTold) {
 }
 
 TEST(TryParallelFor, NothingIsBegunAfterAnError) {
-  SerialExecutor executor;
+  kernels::SerialExecutor executor;
   int64_t last = -1;
   const absl::Status status = TryParallelFor(executor, 100, [&](int64_t i, int) {
     last = i;
@@ -45,4 +45,4 @@ TEST(TryParallelFor, NothingIsBegunAfterAnError) {
 }
 
 }  // namespace
-}  // namespace kvasir::kernels
+}  // namespace kvasir::worker

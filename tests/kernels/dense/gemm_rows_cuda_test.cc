@@ -1,5 +1,5 @@
-// Products of a few rows (gemm_few_rows.h) against their parts, cuBLASLt and a plain sum, and the
-// bits of a row whatever is beside it.
+// Products of a few rows and of a batch of rows (gemm_few_rows.h, gemm_batch_rows.h) against their
+// parts, cuBLASLt and a plain sum, and the bits of a row whatever is beside it.
 #include <cmath>
 #include <cstring>
 #include <cuda_runtime_api.h>
@@ -28,17 +28,19 @@ constexpr auto kF32 = DType::kFloat32;
 constexpr auto kBf16 = DType::kBFloat16;
 
 // A layer of bfloat16, run as a whole and in parts.
-class FewRowsTest : public testing::Test {
+class LinearRowsTest : public testing::Test {
  protected:
   using After = LinearParams::After;
   struct Case {
     int64_t rows, outputs, k;
   };
   // Tiles and steps that are not full, fewer steps than warps, and more rows than one row's room;
-  // last, more rows than few.
-  static constexpr Case kCases[] = {{1, 8, 8},     {1, 24, 256}, {2, 13, 264},
-                                    {3, 40, 1096}, {8, 72, 512}, {5, 1100, 136},
-                                    {2, 12, 8192}, {3, 9, 9216}, {20, 72, 512}};
+  // then batches of all sizes of clusters and with several tiles for a CTA, and more rows than
+  // that.
+  static constexpr Case kCases[] = {{1, 8, 8},    {1, 24, 256},   {2, 13, 264},   {3, 40, 1096},
+                                    {8, 72, 512}, {5, 1100, 136}, {2, 12, 8192},  {3, 9, 9216},
+                                    {16, 13, 8},  {20, 72, 512},  {64, 40, 4096}, {17, 36001, 72},
+                                    {65, 72, 512}};
 
   void SetUp() override {
     if (!HasGpu()) GTEST_SKIP() << "no GPU on this machine";
@@ -85,7 +87,7 @@ class FewRowsTest : public testing::Test {
   DeviceMemory memory_;
 };
 
-TEST_F(FewRowsTest, WhatStandsAroundAProductHasTheBitsOfItsParts) {
+TEST_F(LinearRowsTest, WhatStandsAroundAProductHasTheBitsOfItsParts) {
   for (const Case& c : kCases) {
     for (const bool has_bias : {false, true}) {
       SCOPED_TRACE(testing::Message() << c.rows << " x " << c.outputs << " x " << c.k
@@ -130,7 +132,7 @@ TEST_F(FewRowsTest, WhatStandsAroundAProductHasTheBitsOfItsParts) {
                 expected);
       ASSERT_TRUE(RmsNorm({.x = sum, .weight = next, .y = apart, .epsilon = 1e-5f}, nullptr).ok());
       EXPECT_EQ(Bits(next_normed), Bits(apart));
-      EXPECT_EQ(layer.normalizes_sums(c.rows), c.rows > kFewRows);
+      EXPECT_EQ(layer.normalizes_sums(c.rows), c.rows > 1);
 
       CudaLinear gated = Layer(2 * c.outputs, c.k, has_bias);
       const TensorView halves = Run(gated, {.x = normed, .y = Room(c.rows, 2 * c.outputs)});
@@ -149,9 +151,9 @@ TEST_F(FewRowsTest, WhatStandsAroundAProductHasTheBitsOfItsParts) {
 }
 
 // In float32, whose last bits show the order of a sum.
-TEST_F(FewRowsTest, ARowHasItsBitsWhateverIsBesideIt) {
-  constexpr int64_t kK = 2560, kOutputs = 40;
-  TestTensor host_x(kBf16, {kFewRows, kK}), host_norm(kBf16, {kK});
+TEST_F(LinearRowsTest, ARowHasItsBitsWhateverIsBesideIt) {
+  constexpr int64_t kAll = 8, kK = 2560, kOutputs = 40;
+  TestTensor host_x(kBf16, {kAll, kK}), host_norm(kBf16, {kK});
   host_x.Fill(1);
   host_x.Set(2 * kK + 700, kNan);
   host_x.Set(5 * kK + 3, std::numeric_limits<float>::infinity());
@@ -167,7 +169,7 @@ TEST_F(FewRowsTest, ARowHasItsBitsWhateverIsBesideIt) {
     return values;
   };
   const std::vector<float> all = run(x);
-  for (int64_t row = 0; row < kFewRows; ++row) {
+  for (int64_t row = 0; row < kAll; ++row) {
     const std::vector<float> alone = run(Row(x, row));
     for (size_t i = 0; i < alone.size(); ++i) {
       const float beside = all[static_cast<size_t>(row * kOutputs) + i];
@@ -180,39 +182,44 @@ TEST_F(FewRowsTest, ARowHasItsBitsWhateverIsBesideIt) {
   }
 }
 
-TEST_F(FewRowsTest, CuBlasLtGivesTheSameBits) {
-  constexpr int64_t kK = 512, kOutputs = 48, kRows = 6;
-  TestTensor host_x(kBf16, {kRows, kK}), host_norm(kBf16, {kK}), host_y(kBf16, {kRows, kOutputs});
-  const TensorView x = OnDevice(host_x, 1), norm = OnDevice(host_norm, 2);
-  for (const bool has_bias : {false, true}) {
-    for (const After after : {After::kStore, After::kAdd, After::kSiluMul}) {
-      const int64_t outputs = after == After::kSiluMul ? 2 * kOutputs : kOutputs;
-      CudaLinear layer = Layer(outputs, kK, has_bias);
-      const LinearParams params = {.x = x,
-                                   .norm = norm,
-                                   .epsilon = 1e-5f,
-                                   .after = after,
-                                   .y = OnDevice(host_y, 3),
-                                   .normed = Room(kRows, kK),
-                                   .product = Room(kRows, outputs)};
-      LinearParams again = params;
-      again.y = OnDevice(host_y, 3);
-      const absl::Status status = layer.RunManyRows(again, workspace_.data(), nullptr);
-      ASSERT_TRUE(status.ok()) << status;
-      EXPECT_EQ(Bits(Run(layer, params)), Bits(again.y));
+TEST_F(LinearRowsTest, OtherKernelsGiveTheSameBits) {
+  using Kernel = LinearPlan::Kernel;
+  constexpr int64_t kK = 512, kOutputs = 48;
+  for (const int64_t rows : {1, 6, 64}) {
+    TestTensor host_x(kBf16, {rows, kK}), host_norm(kBf16, {kK}), host_y(kBf16, {rows, kOutputs});
+    const TensorView x = OnDevice(host_x, 1), norm = OnDevice(host_norm, 2);
+    for (const bool has_bias : {false, true}) {
+      for (const After after : {After::kStore, After::kAdd, After::kSiluMul}) {
+        const int64_t outputs = after == After::kSiluMul ? 2 * kOutputs : kOutputs;
+        CudaLinear layer = Layer(outputs, kK, has_bias);
+        LinearParams params = {.x = x,
+                               .norm = norm,
+                               .epsilon = 1e-5f,
+                               .after = after,
+                               .y = OnDevice(host_y, 3),
+                               .normed = Room(rows, kK),
+                               .product = Room(rows, outputs)};
+        const std::vector<uint16_t> expected = Bits(Run(layer, params));
+        for (const Kernel kernel : {Kernel::kNormThenFewRows, Kernel::kBatch, Kernel::kCublasLt}) {
+          if (kernel == Kernel::kNormThenFewRows && !FewRowsFit(rows, kK)) continue;
+          params.y = OnDevice(host_y, 3);
+          const absl::Status status = layer.RunBy(kernel, params, workspace_.data(), nullptr);
+          ASSERT_TRUE(status.ok()) << status;
+          EXPECT_EQ(Bits(params.y), expected);
+        }
+      }
     }
   }
 }
 
 // As the plain formula, and nothing is written beside y. Rows of x hold, besides usual values:
 // zeros, a NaN, an infinity in either sign, values next to the largest, and subnormal ones.
-TEST_F(FewRowsTest, HostileRowsAgreeWithAPlainSum) {
+TEST_F(LinearRowsTest, HostileRowsAgreeWithAPlainSum) {
   constexpr int64_t kBeside = 64;
   for (const int64_t k : {8, 16, 248, 256, 264, 1032, 4096, 14336}) {
     for (const int64_t outputs : {1, 7, 8, 9, 1057}) {
       if (outputs > 9 && k > 1032) continue;
-      for (const int64_t rows : {1, 3, 8}) {
-        if (!FewRowsFit(rows, k)) continue;
+      for (const int64_t rows : {1, 3, 8, 9, 17, 40, 64}) {
         SCOPED_TRACE(testing::Message() << rows << " x " << outputs << " x " << k);
         TestTensor x(kBf16, {rows, k}), w(kBf16, {outputs, k}), all(kF32, {rows, outputs});
         x.Fill(1);
@@ -262,7 +269,34 @@ TEST_F(FewRowsTest, HostileRowsAgreeWithAPlainSum) {
   }
 }
 
-TEST_F(FewRowsTest, WrongShapesAreRefused) {
+// Each number that bfloat16 has as a gate, and multiples of it: the kernel for a batch divides in
+// its own way where gates are usual.
+TEST_F(LinearRowsTest, EveryGateOfABatchHasTheBitsOfSiluMul) {
+  constexpr int64_t kGates = 65536, kK = 8, kRows = 12;
+  TestTensor w(kBf16, {2 * kGates, kK}), x(kBf16, {kRows, kK});
+  for (int64_t gate = 0; gate < kGates; ++gate) {
+    BFloat16 value;
+    value.bits = static_cast<uint16_t>(gate);
+    w.Set(gate * kK, static_cast<float>(value));
+    w.Set((kGates + gate) * kK, 1.5f);
+  }
+  for (int64_t row = 0; row < kRows; ++row) x.Set(row * kK, 1.0f + 0.25f * static_cast<float>(row));
+  const PackedLinear::Part part = {.weight = w.view()};
+  CudaLinear layer =
+      CudaLinear::Create(*lt_, {&part, 1}, {.input = kBf16, .output = kBf16}).value();
+  const auto run = [&](LinearPlan::Kernel kernel) {
+    const LinearParams params = {.x = memory_.Copy(x.view()).value(),
+                                 .after = After::kSiluMul,
+                                 .y = Room(kRows, kGates),
+                                 .product = Room(kRows, 2 * kGates)};
+    const absl::Status status = layer.RunBy(kernel, params, workspace_.data(), nullptr);
+    EXPECT_TRUE(status.ok()) << status;
+    return Bits(params.y);
+  };
+  EXPECT_EQ(run(LinearPlan::Kernel::kBatch), run(LinearPlan::Kernel::kCublasLt));
+}
+
+TEST_F(LinearRowsTest, WrongShapesAreRefused) {
   CudaLinear layer = Layer(16, 32, false), wide = Layer(16, 32, false, kF32);
   const TensorView x = Room(2, 32), y = Room(2, 16), half = Room(2, 8);
   const auto code = [&](CudaLinear& linear, const LinearParams& params) {
@@ -274,12 +308,17 @@ TEST_F(FewRowsTest, WrongShapesAreRefused) {
             absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(code(layer, {.x = x, .after = After::kSiluMul, .y = y, .product = y}),
             absl::StatusCode::kInvalidArgument);
+  const TensorView many = Room(65, 32), many_y = Room(65, 16);
+  for (const auto kernel : {LinearPlan::Kernel::kFewRows, LinearPlan::Kernel::kBatch}) {
+    EXPECT_EQ(layer.RunBy(kernel, {.x = many, .y = many_y}, workspace_.data(), nullptr).code(),
+              absl::StatusCode::kInvalidArgument);
+  }
   EXPECT_EQ(code(wide, {.x = x, .after = After::kAdd, .y = Room(2, 16, kF32)}),
             absl::StatusCode::kInvalidArgument);
 }
 
-// Whatever multiplies: our kernel for a few rows, cuBLASLt's for more.
-class RowBitsTest : public FewRowsTest {
+// Whatever multiplies: our kernels for a few rows and for a batch, cuBLASLt's for more.
+class RowBitsTest : public LinearRowsTest {
  protected:
   static constexpr int64_t kRows = 300;
 
