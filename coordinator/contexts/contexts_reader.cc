@@ -35,16 +35,18 @@ v1::GenerateRequest ReadRequestOf(const NamedContext& context) {
 void Contexts::RunReader() {
   for (;;) {
     Work work = AwaitWork();
-    if (work.stops) return;
-    for (const auto& [number, tier] : work.expired) engine_->Unpin(number, tier);
-    if (work.ended.has_value()) TakeEnd(*work.ended);
-    if (work.read.has_value()) Read(*work.read);
+    if (!work.stops) {
+      for (const auto& [number, tier] : work.expired) engine_->Unpin(number, tier);
+      if (work.ended.has_value()) TakeEnd(*work.ended);
+      if (work.read.has_value()) Read(*work.read);
+    }
     for (const v1::ContextRecord& record : work.unsaved) {
       MutexLock files(files_mu_);
       if (!Find(record.tenant(), record.name()).ok()) continue;  // forgotten meanwhile
       const absl::Status saved = Save(record);
       if (!saved.ok()) spdlog::warn("{}", std::string(saved.message()));
     }
+    if (work.stops) return;
   }
 }
 

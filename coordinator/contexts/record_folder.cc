@@ -76,15 +76,23 @@ absl::StatusOr<v1::ContextRecord> Parse(absl::string_view bytes) {
 }  // namespace
 
 absl::StatusOr<RecordFolder> RecordFolder::Open(std::string path) {
+  // The folder, or the last one of its path that there is.
+  std::filesystem::path there = std::filesystem::absolute(path);
   std::error_code error;
-  const bool is_new = std::filesystem::create_directories(path, error);
-  if (error) {
-    errno = error.value();
-    return Failed("made", path);
+  while (!std::filesystem::exists(there, error) && there.has_relative_path()) {
+    there = there.parent_path();
   }
-  if (is_new && chmod(path.c_str(), 0700) != 0) return Failed("kept from others", path);
-  if (access(path.c_str(), R_OK | W_OK | X_OK) != 0) return Failed("written", path);
+  if (access(there.c_str(), R_OK | W_OK | X_OK) != 0) return Failed("written", there.string());
   return RecordFolder(std::move(path));
+}
+
+absl::Status RecordFolder::MakeFolder() const {
+  std::filesystem::path made;
+  for (const std::filesystem::path& part : std::filesystem::absolute(path_)) {
+    made /= part;
+    if (mkdir(made.c_str(), 0700) != 0 && errno != EEXIST) return Failed("made", made.string());
+  }
+  return absl::OkStatus();
 }
 
 std::string RecordFolder::PathOf(const std::string& tenant, const std::string& name) const {
@@ -119,6 +127,7 @@ absl::Status RecordFolder::Save(const v1::ContextRecord& record) const {
   const std::string path = PathOf(record.tenant(), record.name());
   const std::string beside = path + ".new";
   const std::string payload = record.SerializeAsString();
+  KVASIR_RETURN_IF_ERROR(MakeFolder());
   {
     const OpenFile file(beside, O_WRONLY | O_CREAT | O_TRUNC);
     if (!file.ok() || !file.Write(absl::StrCat(kMagic, Sha256(payload), payload))) {

@@ -19,7 +19,8 @@ namespace kvasir::coordinator {
 
 class RecordFolder {
  public:
-  // Makes the folder, for its owner alone, if there is none. UNAVAILABLE when it cannot be made.
+  // The folder is made with its first record, for its owner alone, so that a server without
+  // contexts leaves no trace. UNAVAILABLE when it cannot be made, or written.
   static absl::StatusOr<RecordFolder> Open(std::string path);
 
   // Returns all records. Damaged files are left out, and named in the log.
@@ -33,6 +34,7 @@ class RecordFolder {
 
  private:
   explicit RecordFolder(std::string path) : path_(std::move(path)) {}
+  absl::Status MakeFolder() const;
   std::string PathOf(const std::string& tenant, const std::string& name) const;
   absl::Status SyncFolder() const;
 

@@ -181,7 +181,9 @@ class ContextHintsTest(unittest.TestCase):
                 ask_about(service, name, [5])
             disk = sum(value for key, value in service.metrics().items()
                        if key.startswith("kvasir_prompt_tokens_cached_by_source_total") and 'source="disk"' in key)
-            self.assertEqual(disk, 192)  # three blocks of the pinned one, whose last token was computed
+            # Blocks of the pinned one alone: three when it was read, whose last token was computed, and the last one when it
+            # was asked about, if that had to come from disk too.
+            self.assertIn(disk, (192, 256))
 
     def test_what_is_erased_is_in_no_file_and_no_shared_memory(self):
         store = self.folder / "erased"
