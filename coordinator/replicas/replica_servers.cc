@@ -11,6 +11,7 @@
 #include "grpcpp/support/client_callback.h"
 
 #include "coordinator/policy/limits.h"
+#include "kernels/base/mutex.h"
 #include "kernels/base/status_macros.h"
 #include "proto/grpc_status.h"
 #include "proto/security/tls.h"
@@ -60,6 +61,17 @@ class GenerateCall final : public ReplicaServers::Call,
   std::shared_ptr<GenerateCall> self_;  // until OnDone
 };
 
+// Keeps the channel until the process ends. With the last channel that has callbacks gRPC 1.51 ends
+// the queue of their threads, also while one of them is about to return from a call's last
+// callback, and aborts.
+std::shared_ptr<grpc::Channel> Kept(std::shared_ptr<grpc::Channel> channel) {
+  static kernels::Mutex mu;
+  static auto* const kept = new std::vector<std::shared_ptr<grpc::Channel>>;
+  const kernels::MutexLock lock(mu);
+  kept->push_back(channel);
+  return channel;
+}
+
 }  // namespace
 
 v1::GenerateRequest OneTokenOf(v1::GenerateRequest request) {
@@ -89,8 +101,8 @@ absl::StatusOr<std::unique_ptr<ReplicaServers>> ReplicaServers::Create(
           absl::StrCat(flag, ": '", address, "' is no address of a server; write HOST:PORT"));
     }
     replicas->servers_.push_back({.address = address,
-                                  .stub = v1::Generation::NewStub(grpc::CreateCustomChannel(
-                                      address, speech->CredentialsFor(address), arguments))});
+                                  .stub = v1::Generation::NewStub(Kept(grpc::CreateCustomChannel(
+                                      address, speech->CredentialsFor(address), arguments)))});
   }
   return replicas;
 }
