@@ -8,6 +8,7 @@
 #include "spdlog/spdlog.h"
 
 #include "kernels/base/status_macros.h"
+#include "kvstore/on_demand/page_cache.h"
 #include "proto/worker_protocol.h"
 #include "worker/disk.h"
 #include "worker/parallel/gloo_collective.h"
@@ -202,17 +203,13 @@ absl::StatusOr<std::unique_ptr<Collective>> GroupMember::Connect(const v1::Shard
 absl::Status GroupMember::CheckOnDemand(const EngineOptions& options,
                                         const kernels::KvLayout& layout) {
   if (options.on_demand_bytes == 0) return absl::OkStatus();
-  // A page has room wherever it lies in units of the disk.
-  const int64_t units =
-      (layout.page_bytes() + kvstore::kExtentAlignment - 1) / kvstore::kExtentAlignment;
-  const bool is_whole = layout.page_bytes() % kvstore::kExtentAlignment == 0;
-  const int64_t frame_bytes = (units + (is_whole ? 0 : 1)) * kvstore::kExtentAlignment;
   const int64_t pages_of_layer =
       options.on_demand_bytes / layout.block_bytes() * layout.num_kv_heads;
-  if (pages_of_layer * frame_bytes <= options.kv.host / 2) return absl::OkStatus();
+  const int64_t layer_bytes = pages_of_layer * kvstore::FrameBytes(layout.page_bytes());
+  if (layer_bytes <= options.kv.host / 2) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat(
       "kv_on_demand_size_gb ", static_cast<double>(options.on_demand_bytes) / 1e9,
-      ": one layer of it takes ", static_cast<double>(pages_of_layer * frame_bytes) / 1e9,
+      ": one layer of it takes ", static_cast<double>(layer_bytes) / 1e9,
       " GB, more than half of kv_host_size_gb ", static_cast<double>(options.kv.host) / 1e9,
       "; raise kv_host_size_gb, or lower kv_on_demand_size_gb"));
 }

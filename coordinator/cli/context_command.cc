@@ -14,11 +14,11 @@
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
-#include "google/protobuf/util/json_util.h"
 
 #include "coordinator/cli/calls/connect.h"
 #include "coordinator/cli/check_text.h"
 #include "coordinator/cli/progress_bar.h"
+#include "coordinator/request/status_json.h"
 #include "kernels/base/status_macros.h"
 #include "proto/finish_numbers.h"
 #include "proto/grpc_status.h"
@@ -53,12 +53,7 @@ absl::StatusOr<Response> Call(const ContextRun& run,
 }
 
 absl::Status PrintJson(const google::protobuf::Message& message) {
-  std::string text;
-  google::protobuf::util::JsonPrintOptions options;
-  options.always_print_primitive_fields = true;
-  options.preserve_proto_field_names = true;
-  const auto status = google::protobuf::util::MessageToJsonString(message, &text, options);
-  if (!status.ok()) return absl::InternalError(std::string(status.message()));
+  KVASIR_ASSIGN_OR_RETURN(const std::string text, MessageJson(message));
   std::cout << text << '\n';
   return absl::OkStatus();
 }

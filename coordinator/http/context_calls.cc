@@ -13,7 +13,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
-#include "google/protobuf/message.h"
 #include "google/protobuf/util/json_util.h"
 
 #include "coordinator/http/requests/conversation_fields.h"
@@ -22,6 +21,7 @@
 #include "coordinator/http/requests/json_fields.h"
 #include "coordinator/http/transport/error_reply.h"
 #include "coordinator/policy/limits.h"
+#include "coordinator/request/status_json.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {
@@ -38,20 +38,10 @@ struct ContextCall {
   ContextCaller by;
 };
 
-absl::StatusOr<std::string> ToJson(const google::protobuf::Message& message) {
-  std::string text;
-  google::protobuf::util::JsonPrintOptions options;
-  options.always_print_primitive_fields = true;
-  options.preserve_proto_field_names = true;
-  const auto status = google::protobuf::util::MessageToJsonString(message, &text, options);
-  if (!status.ok()) return absl::InternalError(std::string(status.message()));
-  return text;
-}
-
 template <typename Response>
 absl::StatusOr<std::string> AnswerOf(const absl::StatusOr<Response>& response) {
   KVASIR_RETURN_IF_ERROR(response.status());
-  return ToJson(*response);
+  return MessageJson(*response);
 }
 
 // Reads text, tokens or messages.
@@ -116,7 +106,7 @@ absl::StatusOr<std::string> Delete(const ContextCall& call) {
   v1::DeleteContextRequest request;
   request.set_name(call.name);
   KVASIR_RETURN_IF_ERROR(call.context.contexts.Delete(request, call.by));
-  return ToJson(v1::DeleteContextResponse());
+  return MessageJson(v1::DeleteContextResponse());
 }
 
 // Reads the request from the body, in protobuf's JSON form, with the name of the path.

@@ -1,5 +1,6 @@
-// The kernel of CudaLinear for a few rows of x. Only gemm_cuda.cc includes it, after it has
-// checked. All pointers are device memory.
+// The kernel of CudaLinear for one row of x; it takes a few, as a reference for other kernels
+// (gemm_algorithms.h). Only gemm_cuda.cc and gemm_algorithms.cc include it, which have checked. All
+// pointers are device memory.
 //
 // Weights are read once, from begin to end. Speed needs enough of them on their way at any time:
 // about 100 to 192 KiB a multiprocessor, which has one CTA. A warp takes tiles of 8
