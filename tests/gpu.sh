@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Tests and benchmarks for a machine with a GPU (sm_90a), from a folder that brings its libraries.
+# Tests and benchmarks for a machine with a GPU, from a folder that brings its libraries.
 #
-#   tests/gpu.sh bundle FOLDER     builds and fills FOLDER; needs the CUDA toolkit, no GPU
+#   tests/gpu.sh bundle FOLDER [FLAGS] builds and fills FOLDER; needs the CUDA toolkit, no GPU. FLAGS go to cmake:
+#                                  -DKVASIR_CUDA_ARCHITECTURES=90 runs on Hopper what other cards run
 #   FOLDER/bin/gpu.sh run [LOGS]   on the GPU machine: kernel tests, compute-sanitizer, benchmarks beside PyTorch
 #   FOLDER/bin/gpu.sh test [LOGS]  only the tests, with compute-sanitizer
 #   FOLDER/bin/gpu.sh bench [LOGS] only the benchmarks
@@ -17,7 +18,7 @@ here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 bundle() {
   set -e
   cd "$here/.."
-  cmake --preset cuda >/dev/null
+  cmake --preset cuda "${@:2}" >/dev/null
   cmake --build --preset cuda --target \
     kernels_dense_cuda_test kernels_paged_cuda_test kernels_sparse_cuda_test kernels_attention_cuda_test \
     kernels_added_method_cuda_test kernels_ranks_cuda_test worker_cuda_test worker_cuda_parallel_test attention_cuda_bench dense_cuda_bench paging_cuda_bench \
@@ -206,7 +207,7 @@ run() {
 }
 
 case "${1:-}" in
-  bundle) bundle "${2:?the folder to fill}" ;;
+  bundle) bundle "${2:?the folder to fill}" "${@:3}" ;;
   run) run run_tests run_benchmarks "${2:-$here/../logs}" ;;
   test) run run_tests "${2:-$here/../logs}" ;;
   bench) run run_benchmarks "${2:-$here/../logs}" ;;

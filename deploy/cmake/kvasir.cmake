@@ -5,7 +5,7 @@ add_library(kvasir_flags INTERFACE)
 target_compile_options(kvasir_flags INTERFACE
   $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wshadow -Wconversion -Wsign-conversion -Wsign-compare
   -Wnon-virtual-dtor -Werror -fno-math-errno -ffp-contract=off>
-  $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -Werror=all-warnings -Xptxas=-warn-spills>)
+  $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -Werror=all-warnings>)
 if(CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
   target_compile_options(kvasir_flags INTERFACE -Wthread-safety)
 endif()

@@ -12,7 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels/base/hopper.cuh"
+#include "kernels/base/wgmma/wgmma.cuh"
 #include "kernels/paged/kv_codes.cuh"
 #include "kernels/paged/kv_tensor_maps.h"
 #include "kernels/paged/paged_kv.h"

@@ -19,8 +19,8 @@
 #include "kernels/attention/attend_kernel.h"
 #include "kernels/attention/attend_launch.h"
 #include "kernels/attention/code_pages.cuh"
-#include "kernels/base/hopper.cuh"
 #include "kernels/base/warp.cuh"
+#include "kernels/base/wgmma/wgmma.cuh"
 #include "kernels/paged/row_items.h"
 
 namespace kvasir::kernels {

@@ -34,14 +34,26 @@ __device__ inline void WaitForCopies() {
 
 // --- matrix products of a warp ---
 
-// Four matrices of 8 x 8 elements of 16 bits, from shared memory: lane 8 i + r names the row r of
-// matrix i, 16 bytes aligned as such. Lane 4 g + t holds, of each, the elements (g, 2 t) and
-// (g, 2 t + 1).
-__device__ inline uint4 LoadMatrices(const void* row) {
+// Four matrices of 8 x 8 elements of 16 bits, from shared memory: lane 8 i + r gives the address of
+// row r of matrix i, 16 bytes aligned as such. Lane 4 g + t holds, of each, the elements (g, 2 t)
+// and (g, 2 t + 1).
+__device__ inline uint4 LoadMatricesAt(uint32_t shared_address) {
   uint4 d;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(d.x), "=r"(d.y), "=r"(d.z), "=r"(d.w)
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(row)))
+               : "r"(shared_address)
+               : "memory");
+  return d;
+}
+__device__ inline uint4 LoadMatrices(const void* row) {
+  return LoadMatricesAt(static_cast<uint32_t>(__cvta_generic_to_shared(row)));
+}
+// The same of the matrices transposed: lane 4 g + t holds the elements (2 t, g) and (2 t + 1, g).
+__device__ inline uint4 LoadTransposedAt(uint32_t shared_address) {
+  uint4 d;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d.x), "=r"(d.y), "=r"(d.z), "=r"(d.w)
+               : "r"(shared_address)
                : "memory");
   return d;
 }

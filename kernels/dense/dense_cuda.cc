@@ -9,6 +9,8 @@
 
 namespace kvasir::kernels {
 
+bool HasKernelsForDevice() { return FindKernels() == cudaSuccess; }
+
 absl::Status RmsNorm(const RmsNormParams& params, cudaStream_t stream) {
   KVASIR_RETURN_IF_ERROR(CheckRmsNorm(params));
   KVASIR_RETURN_IF_ERROR(RequireDeviceMemory("rms_norm", {params.x, params.weight, params.y}));

@@ -24,6 +24,10 @@
 
 namespace kvasir::kernels {
 
+// Returns whether the program was built for the current device: with its code, or with code that
+// the driver can translate.
+bool HasKernelsForDevice();
+
 // Sums squares in another order than the CPU.
 absl::Status RmsNorm(const RmsNormParams& params, cudaStream_t stream);
 

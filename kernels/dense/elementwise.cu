@@ -210,6 +210,12 @@ cudaError_t LaunchFinite(const FiniteLaunch& params, int64_t count, cudaStream_t
   return cudaGetLastError();
 }
 
+cudaError_t FindKernels() {
+  cudaFuncAttributes attributes;
+  cudaFuncGetAttributes(&attributes, RandomFillKernel);
+  return cudaGetLastError();  // not left for the next launch to find
+}
+
 cudaError_t LaunchRandomFill(const RandomRows& rows, int64_t count, cudaStream_t stream) {
   constexpr int64_t kMostBlocks = 4096;
   const int64_t blocks = std::min((count + kThreads - 1) / kThreads, kMostBlocks);

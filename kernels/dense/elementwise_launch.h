@@ -45,6 +45,9 @@ struct FiniteLaunch {
   uint8_t* finite;  // [tokens]
 };
 
+// An error when the program has no kernels for the current device.
+cudaError_t FindKernels();
+
 // `count` is the number of rows or tokens, at least one; each has at least one element.
 cudaError_t LaunchSumNorm(const SumNormLaunch& params, int64_t count, cudaStream_t stream);
 cudaError_t LaunchSiluMul(const SiluMulRows& rows, int64_t count, cudaStream_t stream);

@@ -1,8 +1,8 @@
 #include <algorithm>
 
-#include "kernels/base/hopper.cuh"
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/base/warp.cuh"
+#include "kernels/base/wgmma/wgmma.cuh"
 #include "kernels/dense/silu_mul.cuh"
 #include "kernels/gemm/gemm_batch_rows.h"
 

@@ -8,9 +8,9 @@
 #include <type_traits>
 
 #include "kernels/base/head_dim.h"
-#include "kernels/base/hopper.cuh"
 #include "kernels/base/multiprocessors.h"
 #include "kernels/base/overlapped_launch.h"
+#include "kernels/base/wgmma/wgmma.cuh"
 #include "kernels/sparse/common/ranking.h"
 #include "kernels/sparse/page_scores/page_row.cuh"
 #include "kernels/sparse/page_scores/page_tile.cuh"

@@ -42,9 +42,15 @@ void ExpectRefused(const absl::Status& status, const std::string& hint) {
 }
 
 TEST(CudaLimits, GpusItRunsOn) {
-  EXPECT_TRUE(CheckCudaDevice("NVIDIA H200", 9, 0).ok());
-  ExpectRefused(CheckCudaDevice("NVIDIA A100", 8, 0), "NVIDIA A100 has compute capability 8.0");
-  ExpectRefused(CheckCudaDevice("NVIDIA B200", 10, 0), "9.0");
+  constexpr size_t kShared = 227 << 10;
+  EXPECT_TRUE(CheckCudaDevice({"NVIDIA H200", 9, 0, kShared, true}).ok());
+  EXPECT_TRUE(CheckCudaDevice({"NVIDIA B200", 10, 0, kShared, true}).ok());
+  ExpectRefused(CheckCudaDevice({"NVIDIA A100", 8, 0, 163 << 10, true}),
+                "NVIDIA A100 has compute capability 8.0");
+  ExpectRefused(CheckCudaDevice({"NVIDIA RTX 5090", 12, 0, 99 << 10, true}),
+                "NVIDIA RTX 5090 has 99 KiB of shared memory");
+  ExpectRefused(CheckCudaDevice({"NVIDIA B200", 10, 0, kShared, false}),
+                "-DKVASIR_CUDA_ARCHITECTURES=100");
 }
 
 TEST(CudaLimits, ModelsItComputes) {

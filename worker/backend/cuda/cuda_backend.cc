@@ -9,6 +9,7 @@
 #include "kernels/append/digests_cuda.h"
 #include "kernels/base/cuda_status.h"
 #include "kernels/base/status_macros.h"
+#include "kernels/dense/dense_cuda.h"
 #include "kernels/sampling/sampling_cuda.h"
 #include "kernels/sparse/reuse/selection_memory_cuda.h"
 #include "worker/backend/cuda/cuda_limits.h"
@@ -61,17 +62,18 @@ CudaBackend::CudaBackend(kernels::Executor& executor, CudaStream stream, kernels
 
 absl::StatusOr<std::unique_ptr<CudaBackend>> CudaBackend::Create(kernels::Executor& executor) {
   int device = 0;
-  cudaDeviceProp properties;
+  cudaDeviceProp gpu;
   KVASIR_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&device), "looking for a GPU"));
+  KVASIR_RETURN_IF_ERROR(CudaStatus(cudaGetDeviceProperties(&gpu, device), "describing the GPU"));
   KVASIR_RETURN_IF_ERROR(
-      CudaStatus(cudaGetDeviceProperties(&properties, device), "asking what the GPU is"));
-  KVASIR_RETURN_IF_ERROR(CheckCudaDevice(properties.name, properties.major, properties.minor));
+      CheckCudaDevice({gpu.name, gpu.major, gpu.minor, gpu.sharedMemPerBlockOptin,
+                       kernels::HasKernelsForDevice()}));
   KVASIR_ASSIGN_OR_RETURN(CudaStream stream, CudaStream::Create());
   KVASIR_ASSIGN_OR_RETURN(kernels::CublasLt lt, kernels::CublasLt::Create());
   KVASIR_ASSIGN_OR_RETURN(DeviceBuffer workspace,
                           DeviceBuffer::Allocate(CudaLinear::kWorkspaceBytes));
-  std::unique_ptr<CudaBackend> backend(new CudaBackend(executor, std::move(stream), std::move(lt),
-                                                       std::move(workspace), properties.name));
+  std::unique_ptr<CudaBackend> backend(
+      new CudaBackend(executor, std::move(stream), std::move(lt), std::move(workspace), gpu.name));
   for (InFlightStep& own : backend->own_) {
     KVASIR_ASSIGN_OR_RETURN(own.fetched, CudaEvent::Create());
   }

@@ -81,10 +81,23 @@ absl::Status CheckPart(const v1::AttentionPolicy& policy, const TransformerOptio
 
 }  // namespace
 
-absl::Status CheckCudaDevice(absl::string_view name, int major, int minor) {
-  if (major == 9 && minor == 0) return absl::OkStatus();
-  return NotOnGpu(name, " has compute capability ", major, ".", minor,
-                  "; kernels are made for 9.0, which is Hopper");
+absl::Status CheckCudaDevice(const CudaDevice& device) {
+  constexpr size_t kKernelKib = 227;
+  const std::string capability = absl::StrCat(device.major, ".", device.minor);
+  if (device.major < 9) {
+    return NotOnGpu(device.name, " has compute capability ", capability,
+                    "; kernels need 9.0 or later, which is Hopper and after");
+  }
+  if (device.shared_bytes < kKernelKib * 1024) {
+    return NotOnGpu(device.name, " has ", device.shared_bytes / 1024,
+                    " KiB of shared memory for a block; kernels need ", kKernelKib);
+  }
+  if (!device.has_kernels) {
+    return NotOnGpu("this program has no kernels for ", device.name, " (compute capability ",
+                    capability, "); build it with -DKVASIR_CUDA_ARCHITECTURES=", device.major,
+                    device.minor);
+  }
+  return absl::OkStatus();
 }
 
 absl::Status CheckCudaModel(const TransformerOptions& model, DType kv_dtype) {

@@ -5,6 +5,7 @@
 // without state. All errors are UNIMPLEMENTED and say what to change.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 
@@ -17,8 +18,13 @@
 
 namespace kvasir::worker {
 
-// Checks the compute capability of the GPU called `name`.
-absl::Status CheckCudaDevice(absl::string_view name, int major, int minor);
+struct CudaDevice {
+  absl::string_view name;
+  int major = 0, minor = 0;  // of its compute capability
+  size_t shared_bytes = 0;   // of shared memory that a block may take
+  bool has_kernels = false;  // whether the program was built for it
+};
+absl::Status CheckCudaDevice(const CudaDevice& device);
 
 absl::Status CheckCudaModel(const TransformerOptions& model, kernels::DType kv_dtype);
 
