@@ -4,7 +4,7 @@
         stream = group.service.stream(...)
         group.kill(1)           # SIGKILL; another process takes its place, and its memory
         group.kill_coordinator()
-        group.stop(0, 1.5)      # SIGSTOP for 1.5 s
+        group.stop(0, hold)     # SIGSTOP until hold() returns
 
 With Hosts (tests/support/hosts.py) every worker is on a host of its own, and the test and the service on the node:
 
@@ -147,19 +147,19 @@ class Group:
                 self.found.setdefault(pid, counts["adopted"])
         return sum(self.adoptions.values(), collections.Counter())
 
-    def stop(self, rank, seconds):
+    def stop(self, rank, hold):
         pid = self.workers[rank].pid
         os.kill(pid, signal.SIGSTOP)
         try:
-            time.sleep(seconds)
+            hold()
         finally:
             os.kill(pid, signal.SIGCONT)
 
-    def cut(self, rank, seconds):
+    def cut(self, rank, hold):
         port = self.hosts.port(self.namespaces[rank])
         call("ip", "link", "set", port, "down")
         try:
-            time.sleep(seconds)
+            hold()
         finally:
             call("ip", "link", "set", port, "up")
 

@@ -36,7 +36,7 @@ class LostNetworks(FaultRuns):
         with Hosts() as hosts, tempfile.TemporaryDirectory(prefix="kvasir-faults-") as folder:
             hosts.enter_node()
             with Group(make_tiny_model(pathlib.Path(folder) / "model"), 1, FLAGS, hosts=hosts) as group:
-                cut = threading.Thread(target=group.cut, args=(0, FORGOTTEN_S))
+                cut = threading.Thread(target=group.cut, args=(0, lambda: time.sleep(FORGOTTEN_S)))
                 begun = time.monotonic()
                 cut.start()
                 group.kill_coordinator()  # returns when another one serves

@@ -21,7 +21,7 @@ from streams import Streams, load  # noqa: E402
 RANK_TIMEOUT_S = 1
 FLAGS = ["--mass-sample-rate=0", "--max-num-batched-tokens=256", "--kv-device-size-gb=0.05", "--kv-host-size-gb=0.2",
          "--max-model-len=8192", f"--rank-timeout={RANK_TIMEOUT_S}"]
-STOP_S = 1.6  # of stops and partitions: more than the rank timeout
+STOP_S = 1.6  # of stops and partitions, at least: more than the rank timeout
 CUT_S = 0.3  # of a delay: less than it
 FLIPS = 20  # bits of a killed worker's memory in one fault
 
@@ -65,15 +65,18 @@ class FaultRuns(unittest.TestCase):
         while not condition() and time.monotonic() < deadline:
             time.sleep(0.005)
 
-    def inject(self, group, rng, kind):
-        """One fault. Returns the time at which it began."""
+    def inject(self, group, rng, kind, noticed):
+        """One fault. Returns the time at which it began and how long it held."""
         begun = time.monotonic()
-        if kind == "stop":
-            group.stop(rng.randrange(group.ranks), STOP_S)
-        elif kind == "partition":
-            group.cut(rng.randrange(group.ranks), STOP_S)
-        elif kind == "delay":
-            group.cut(rng.randrange(group.ranks), CUT_S)
+        if kind in ("stop", "partition"):
+            def hold():
+                time.sleep(STOP_S)
+                self.wait_until(noticed, f"{kind}: not noticed")  # at once, but on a busy machine
+            fault = group.stop if kind == "stop" else group.cut
+            fault(rng.randrange(group.ranks), hold)
+            return begun, time.monotonic() - begun
+        if kind == "delay":
+            group.cut(rng.randrange(group.ranks), lambda: time.sleep(CUT_S))
         elif kind == "slow":
             group.slow(rng.randrange(group.ranks), STOP_S)
         elif kind == "coordinator":
@@ -84,7 +87,7 @@ class FaultRuns(unittest.TestCase):
             group.kill_and_flip(rng.randrange(group.ranks), FLIPS, rng)
         else:
             group.kill(rng.randrange(group.ranks))
-        return begun
+        return begun, 0
 
     def faults(self, group, streams, kinds, rng):
         """Plays the faults, each when all streams of the one before go on. Returns the times to detect and to recover,
@@ -95,18 +98,21 @@ class FaultRuns(unittest.TestCase):
             self.wait_until(lambda: any(streams.running), "no stream runs")
             before = len(streams.recoveries)
             losses = group.losses()
-            begun = self.inject(group, rng, kind)
+
+            def noticed(losses=losses):
+                return group.losses() > losses
+            begun, held = self.inject(group, rng, kind, noticed)
             if kind in ("delay", "slow"):
                 # Some cost a group, a little later. The next fault meets one that is formed.
-                self.wait_at_most(RANK_TIMEOUT_S, lambda: group.losses() > losses)
+                self.wait_at_most(RANK_TIMEOUT_S, noticed)
             elif kind != "coordinator":
-                self.wait_until(lambda: group.losses() > losses, f"{kind}: not noticed")
+                self.wait_until(noticed, f"{kind}: not noticed")
             # A worker that is killed while the group forms is no loss of a group.
             self.wait_until(lambda: group.service.metric("kvasir_worker_up") == group.ranks, f"{kind}: no group forms")
             self.wait_until(streams.all_run, f"{kind}: a stream does not go on")
             told = streams.recoveries[before:]
             detected += [waits - begun for waits, _ in told]
-            times = [on - begun - (STOP_S if kind in ("stop", "partition") else 0) for _, on in told]
+            times = [on - begun - held for _, on in told]
             slowest[kind] = max([slowest.get(kind, 0), *times])
             recovered += times
             blocks = group.adoption()
