@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <set>
 #include <string>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
@@ -29,10 +30,12 @@ void AddCounts(const Counts& from, Counts& to) {
 }
 
 void AddAccounting(const v1::RowAccounting& from, v1::RowAccounting& to) {
-  AddPhase(from.prefill(), *to.mutable_prefill());
-  AddPhase(from.decode(), *to.mutable_decode());
-  AddMassSamples(from.estimated_mass(), *to.mutable_estimated_mass());
-  AddContract(from.contract(), *to.mutable_contract());
+  if (from.has_prefill()) AddPhase(from.prefill(), *to.mutable_prefill());
+  if (from.has_decode()) AddPhase(from.decode(), *to.mutable_decode());
+  if (from.has_estimated_mass()) {
+    AddMassSamples(from.estimated_mass(), *to.mutable_estimated_mass());
+  }
+  if (from.has_contract()) AddContract(from.contract(), *to.mutable_contract());
   to.set_attended_tokens(to.attended_tokens() + from.attended_tokens());
   to.set_attending_rows(to.attending_rows() + from.attending_rows());
   to.set_disk_page_waits(to.disk_page_waits() + from.disk_page_waits());
@@ -107,8 +110,8 @@ absl::Status AddReply(size_t rank, const v1::StepReply& from, v1::StepReply& to)
 
 }  // namespace
 
-absl::StatusOr<v1::StepReply> MergeReplies(absl::Span<const v1::StepReply> replies) {
-  v1::StepReply merged = replies[0];
+absl::StatusOr<v1::StepReply> MergeReplies(std::vector<v1::StepReply> replies) {
+  v1::StepReply merged = std::move(replies[0]);
   std::set<uint64_t> missing(merged.missing_blocks().begin(), merged.missing_blocks().end());
   for (size_t rank = 1; rank < replies.size(); ++rank) {
     KVASIR_RETURN_IF_ERROR(AddReply(rank, replies[rank], merged));

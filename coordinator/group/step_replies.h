@@ -3,8 +3,9 @@
 // broken. Called by the worker group. Pure function: thread-safe.
 #pragma once
 
+#include <vector>
+
 #include "absl/status/statusor.h"
-#include "absl/types/span.h"
 
 #include "proto/kvasir/v1/worker.pb.h"
 
@@ -14,6 +15,6 @@ namespace kvasir::coordinator {
 // longest, missing blocks are united, and a row that failed on any rank has failed. Cached tokens
 // are those of the rank that found fewest on its device. INTERNAL when epoch, step, rows, tokens or
 // token hashes differ.
-absl::StatusOr<v1::StepReply> MergeReplies(absl::Span<const v1::StepReply> replies);
+absl::StatusOr<v1::StepReply> MergeReplies(std::vector<v1::StepReply> replies);
 
 }  // namespace kvasir::coordinator

@@ -367,7 +367,7 @@ absl::StatusOr<v1::StepReply> WorkerGroupImpl::AwaitReply() {
   KVASIR_CHECK(unanswered_ > 0);
   absl::StatusOr<std::vector<v1::StepReply>> replies = Gather();
   if (!replies.ok()) return Fail(replies.status());
-  absl::StatusOr<v1::StepReply> merged = MergeReplies(*replies);
+  absl::StatusOr<v1::StepReply> merged = MergeReplies(*std::move(replies));
   if (!merged.ok()) return Fail(merged.status());
   --unanswered_;
   MutexLock lock(mu_);

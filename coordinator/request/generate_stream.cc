@@ -112,10 +112,10 @@ void AnswerStream<Message>::Advance() {
     MutexLock lock(mu_);
     if (writing_ || finished_) return;
     while (!waiting_.empty() && !writing_) {
-      const v1::GenerateResponse next = std::move(waiting_.front());
+      v1::GenerateResponse next = std::move(waiting_.front());
       waiting_.pop_front();
       waiting_bytes_ -= Bytes(next);
-      std::optional<Message> message = translate_(next);
+      std::optional<Message> message = translate_(std::move(next));
       if (!message.has_value()) continue;
       writing_message_ = *std::move(message);
       writing_ = true;

@@ -33,7 +33,7 @@ class AnswerStream final : public grpc::ServerWriteReactor<Message>,
   static constexpr size_t kMaxWaitingBytes = size_t{1} << 20;
 
   // Turns a message, in the order of their writing, into the client's; none: nothing is written.
-  using Translate = std::function<std::optional<Message>(const v1::GenerateResponse&)>;
+  using Translate = std::function<std::optional<Message>(v1::GenerateResponse)>;
 
   // The stream keeps itself alive until gRPC is done with it; the caller may keep it longer.
   // `call`, which may be null, ends with the stream. A client that takes nothing for `patience`
@@ -94,7 +94,7 @@ class AnswerStream final : public grpc::ServerWriteReactor<Message>,
 
 // The stream of kvasir.v1.Generation, whose messages are as they come.
 using GenerateStream = AnswerStream<v1::GenerateResponse>;
-inline std::optional<v1::GenerateResponse> AsItComes(const v1::GenerateResponse& response) {
+inline std::optional<v1::GenerateResponse> AsItComes(v1::GenerateResponse response) {
   return response;
 }
 

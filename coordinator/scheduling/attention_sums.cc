@@ -38,7 +38,9 @@ void AddPhase(const v1::PhaseAccounting& from, v1::PhaseAccounting& to) {
   to.set_skipped_terminated(to.skipped_terminated() + from.skipped_terminated());
   to.set_page_hits(to.page_hits() + from.page_hits());
   to.set_page_misses(to.page_misses() + from.page_misses());
-  AddMassSamples(from.measured_mass(), *to.mutable_measured_mass());
+  if (from.has_measured_mass()) {
+    AddMassSamples(from.measured_mass(), *to.mutable_measured_mass());
+  }
 }
 
 void AddContract(const v1::ContractReport& from, v1::ContractReport& to) {

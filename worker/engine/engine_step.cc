@@ -12,7 +12,6 @@ namespace kvasir::worker {
 namespace {
 
 void AddMasses(std::span<const float> masses, v1::MassSamples& samples) {
-  if (masses.empty()) return;
   samples.set_samples(masses.size());
   samples.set_minimum(*std::min_element(masses.begin(), masses.end()));
   double sum = 0;
@@ -23,8 +22,9 @@ void AddMasses(std::span<const float> masses, v1::MassSamples& samples) {
   samples.set_sum(sum);
 }
 
-void FillPhase(const RowAttention& attention, Phase phase, v1::PhaseAccounting& accounting) {
-  const AttentionCounts& counts = attention.counts[static_cast<size_t>(phase)];
+// Zeros are left out, here and below: a reply has a row for each token of a step.
+void FillPhase(const AttentionCounts& counts, std::span<const float> masses,
+               v1::PhaseAccounting& accounting) {
   accounting.set_blocks_total(static_cast<uint64_t>(counts.total));
   accounting.set_skipped_selected_out(static_cast<uint64_t>(counts.selected_out));
   accounting.set_skipped_window(static_cast<uint64_t>(counts.window));
@@ -32,7 +32,7 @@ void FillPhase(const RowAttention& attention, Phase phase, v1::PhaseAccounting& 
   accounting.set_skipped_terminated(static_cast<uint64_t>(counts.terminated));
   accounting.set_page_hits(static_cast<uint64_t>(counts.device_reads));
   accounting.set_page_misses(static_cast<uint64_t>(counts.host_reads));
-  AddMasses(attention.masses[static_cast<size_t>(phase)], *accounting.mutable_measured_mass());
+  if (!masses.empty()) AddMasses(masses, *accounting.mutable_measured_mass());
 }
 
 void FillAccounting(const EngineRow& row, const AttentionMeter& meter,
@@ -45,8 +45,14 @@ void FillAccounting(const EngineRow& row, const AttentionMeter& meter,
   accounting.set_disk_wait_s(row.waits.seconds);
   if (row.computed < 0) return;
   const RowAttention& attention = meter.row(row.computed);
-  FillPhase(attention, Phase::kPrefill, *accounting.mutable_prefill());
-  FillPhase(attention, Phase::kDecode, *accounting.mutable_decode());
+  for (const Phase phase : {Phase::kPrefill, Phase::kDecode}) {
+    const AttentionCounts& counts = attention.counts[static_cast<size_t>(phase)];
+    const std::span<const float> masses = attention.masses[static_cast<size_t>(phase)];
+    if (counts == AttentionCounts() && masses.empty()) continue;
+    FillPhase(
+        counts, masses,
+        phase == Phase::kPrefill ? *accounting.mutable_prefill() : *accounting.mutable_decode());
+  }
   // Generated tokens only: a prompt does not reuse selections.
   const AttentionCounts& counts = attention.counts[static_cast<size_t>(Phase::kDecode)];
   if (counts.stages_run[0] + counts.stages_reused[0] > 0) {
@@ -57,7 +63,9 @@ void FillAccounting(const EngineRow& row, const AttentionMeter& meter,
   accounting.set_attended_tokens(static_cast<uint64_t>(
       std::accumulate(attention.budgets.begin(), attention.budgets.end(), int64_t{0})));
   accounting.set_attending_rows(attention.budgets.size());
-  AddMasses(attention.estimates, *accounting.mutable_estimated_mass());
+  if (!attention.estimates.empty()) {
+    AddMasses(attention.estimates, *accounting.mutable_estimated_mass());
+  }
   if (attention.contract.rows == 0) return;
   v1::ContractReport& contract = *accounting.mutable_contract();
   contract.set_selections(static_cast<uint64_t>(attention.contract.rows));
