@@ -1,11 +1,13 @@
 #include "worker/peers/peer_tier.h"
 
 #include <memory>
+#include <random>
 #include <utility>
 #include <vector>
 
 #include "gtest/gtest.h"
 
+#include "tests/support/iterations.h"
 #include "tests/support/memory_tier.h"
 #include "tests/worker/peers/peer_tier_fixture.h"
 
@@ -102,6 +104,39 @@ TEST_P(PeerTierTest, WrongBytesAreRefusedAndTheirSenderIsNotAskedAgain) {
   ASSERT_TRUE(asker.AwaitLinks(0));
   EXPECT_TRUE(absl::IsNotFound(asker.Read(1).status));
   EXPECT_FALSE(asker.tier->MayRead(HashOf(1)));
+}
+
+// Whether anybody reads the byte at `at` of an extent. Between its parts lies padding.
+bool IsRead(int64_t at) {
+  const kernels::KvLayout& layout = Format().shard().layout;
+  const auto is_in = [at](int64_t begin, int64_t bytes) {
+    return at >= begin && at < begin + bytes;
+  };
+  return at < Format().checksums_offset() + layout.pages_per_block() * 8 ||
+         is_in(Format().bounds_offset(), layout.block_bounds_bytes()) ||
+         is_in(Format().pages_offset(), layout.block_bytes());
+}
+
+// The block is sealed, and then a bit of what is sent is another one.
+TEST_P(PeerTierTest, NoBitThatFlippedOnTheWayIsTaken) {
+  std::mt19937 rng(5);
+  int64_t noticed = 0;
+  for (int64_t i = 0; i < testing::Iterations(20); ++i) {
+    const auto owner = Make(Options());
+    Asker asker{.tier = Make(Options({owner->address()}))};
+    ASSERT_TRUE(asker.AwaitLinks(1));
+    TestBlock sent(Format(), 1, 1);
+    const size_t at = rng() % sent.extent.size();
+    sent.extent[at] ^= std::byte{1} << (rng() % 8);
+    Lend(*owner, sent);
+    const absl::Status taken = asker.Read(1).status;
+    ASSERT_EQ(taken.ok(), !IsRead(static_cast<int64_t>(at))) << "byte " << at << ": " << taken;
+    if (!taken.ok()) {
+      ASSERT_TRUE(absl::IsDataLoss(taken)) << taken;
+      ++noticed;
+    }
+  }
+  EXPECT_GT(noticed, testing::Iterations(20) / 4);
 }
 
 TEST_P(PeerTierTest, AnotherBlockUnderTheHashIsRefused) {
