@@ -13,7 +13,7 @@ build_packages=(
   libabsl-dev libprotobuf-dev protobuf-compiler libgrpc-dev libgrpc++-dev protobuf-compiler-grpc
   libspdlog-dev libfmt-dev prometheus-cpp-dev libcpp-httplib-dev libboost1.74-dev
   libdnnl-dev ocl-icd-opencl-dev libgloo-dev libxxhash-dev libssl-dev liburing-dev librocksdb-dev
-  libucx-dev
+  libucx-dev libjemalloc-dev
   nlohmann-json3-dev libyaml-cpp-dev libpcre2-dev libutf8proc-dev
   libzmq3-dev cppzmq-dev libmsgpack-cxx-dev
 )
@@ -27,7 +27,7 @@ test_packages=(
 runtime_packages=(
   libabsl20220623 libprotobuf32 libgrpc29 libgrpc++1.51 libspdlog1.10 libfmt9 libprometheus-cpp-core1.0
   libdnnl2 libgloo0 libgomp1 libxxhash0 libssl3 liburing2 librocksdb7.8 libyaml-cpp0.7 libpcre2-8-0 libutf8proc2
-  libzmq5 libucx0
+  libzmq5 libucx0 libjemalloc2
 )
 
 case "${1:-}" in

@@ -321,8 +321,8 @@ void AcceptingListener::SetStatus(const absl::Status& status) {
   if (options_.on_status) options_.on_status(status);
 }
 
-// The allocator keeps freed memory for the next burst. A server that shares its machine should
-// return it.
+// glibc's allocator, a worker's, keeps freed memory for the next burst. A server that shares its
+// machine should return it. The coordinator's allocator does so by itself.
 void AcceptingListener::GiveBackMemory() {
   if (!trim_at_.has_value() || SteadyClock::now() < *trim_at_) return;
   malloc_trim(0);
