@@ -72,7 +72,7 @@ class EngineApi final : public GenerationApi, public ContextEngine {
                                                 int64_t before) override;
   void Read(const v1::GenerateRequest& request, const RequestOrigin& origin,
             const std::shared_ptr<ClientSink>& sink) override;
-  absl::StatusOr<int64_t> BlockBytes() override;
+  absl::StatusOr<GroupInfo> Group() override { return context_.engine.ServedGroup(); }
   void Pin(const Context& context, v1::Tier tier, int64_t most_blocks,
            Done<PinnedBlocks> done) override;
   void Unpin(int64_t context, v1::Tier tier) override;
@@ -81,6 +81,11 @@ class EngineApi final : public GenerationApi, public ContextEngine {
   void EraseContext(const Context& context, Done<v1::Erased> done) override;
   void EraseTenant(const std::string& tenant, Done<v1::Erased> done) override;
   void EraseAll(Done<v1::Erased> done) override;
+  void BeginExchange(const Context& context, Done<int64_t> done) override;
+  void EndExchange(int64_t context) override;
+  void ExportBlock(int64_t context, int64_t index, Done<std::vector<v1::HeadExtent>> done) override;
+  void ImportBlock(int64_t context, std::vector<v1::HeadExtent> heads,
+                   std::function<void(const absl::Status&)> done) override;
 
  private:
   // Calls `call` with the scheduler and the context's chain, or `done` with an error.

@@ -35,11 +35,6 @@ void EngineApi::WithChain(const Context& context, Done<Result> done,
   });
 }
 
-absl::StatusOr<int64_t> EngineApi::BlockBytes() {
-  KVASIR_ASSIGN_OR_RETURN(const GroupInfo group, context_.engine.ServedGroup());
-  return BlockBytesOf(group);
-}
-
 void EngineApi::Pin(const Context& context, v1::Tier tier, int64_t most_blocks,
                     Done<PinnedBlocks> done) {
   WithChain<PinnedBlocks>(context, done,
@@ -102,6 +97,35 @@ void EngineApi::EraseAfterEnd(const std::string* tenant, Done<v1::Erased> done) 
       next->contexts().Erase({.tenant = whose}, done);
     });
   });
+}
+
+void EngineApi::BeginExchange(const Context& context, Done<int64_t> done) {
+  WithChain<int64_t>(context, done, [done](Scheduler& s, const ContextChain& chain) {
+    done(s.exchange().Begin(chain));
+  });
+}
+
+void EngineApi::EndExchange(int64_t context) {
+  context_.engine.Call([context](Scheduler* scheduler) {
+    if (scheduler != nullptr) scheduler->exchange().End(context);
+  });
+}
+
+void EngineApi::ExportBlock(int64_t context, int64_t index,
+                            Done<std::vector<v1::HeadExtent>> done) {
+  context_.engine.Call([context, index, done = std::move(done)](Scheduler* scheduler) {
+    if (scheduler == nullptr) return done(NoGroup());
+    scheduler->exchange().Export(context, index, done);
+  });
+}
+
+void EngineApi::ImportBlock(int64_t context, std::vector<v1::HeadExtent> heads,
+                            std::function<void(const absl::Status&)> done) {
+  context_.engine.Call(
+      [context, heads = std::move(heads), done = std::move(done)](Scheduler* scheduler) {
+        if (scheduler == nullptr) return done(NoGroup());
+        scheduler->exchange().Import(context, heads, done);
+      });
 }
 
 }  // namespace kvasir::coordinator

@@ -212,7 +212,8 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
                                                       .started = clock_.Now()});
   service_ = std::make_unique<GenerationService>(*api_, *listener_,
                                                  absl::Seconds(config_.client_timeout()));
-  contexts_service_ = std::make_unique<ContextsService>(*contexts_, *api_, *listener_);
+  contexts_service_ = std::make_unique<ContextsService>(*contexts_, *api_, *listener_,
+                                                        absl::Seconds(config_.client_timeout()));
   vllm_service_ =
       std::make_unique<VllmService>(*api_, *listener_, absl::Seconds(config_.client_timeout()));
   unknown_calls_ = std::make_unique<UnknownCalls>(*api_);
@@ -354,6 +355,7 @@ void ServerImpl::PublishReadiness() {
 }
 
 void ServerImpl::Drain() {
+  if (contexts_ != nullptr) contexts_->Stop();
   {
     kernels::MutexLock lock(mu_);
     if (std::exchange(draining_, true)) return;
@@ -370,7 +372,6 @@ void ServerImpl::Shutdown() {
     if (std::exchange(stopped_, true)) return;
   }
   const absl::Status why = absl::UnavailableError("the server is shutting down");
-  if (contexts_ != nullptr) contexts_->Stop();
   if (engine_ != nullptr) engine_->Stop(why);
   if (prefill_ != nullptr) prefill_->Stop();
   if (mover_ != nullptr) mover_->Stop(why);

@@ -114,6 +114,23 @@ struct ErasedBlocks {
   int64_t blocks_in_use = 0;  // left where they are
 };
 
+// One KV head's part of a block, as an extent of the head's store.
+struct HeadPart {
+  int64_t head = 0;  // of the model
+  absl::Span<const std::byte> extent = {};
+};
+
+// A block's parts, as Export took them.
+struct ExportedBlock {
+  struct Part {
+    int64_t head = 0;
+    std::vector<std::byte> extent = {};
+  };
+  uint64_t ticket = 0;
+  absl::Status status = {};  // NOT_FOUND: the block is not held; DATA_LOSS: it is damaged
+  std::vector<Part> parts = {};
+};
+
 // Changes of what is stored in the tier below since the last report.
 struct StoredChanges {
   std::vector<StoredBlock> stored;
@@ -207,6 +224,16 @@ class KvStore {
   // then hold no byte of blocks that went before either.
   virtual void Erase(TierErase erase) = 0;
   virtual std::vector<ErasedBlocks> TakeErased() = 0;
+  // Copies the parts of the rank's heads of a held block, once it is whole and verified.
+  // TakeExported has them; FAILED_PRECONDITION for a block whose pages lie in the tier below only.
+  virtual void Export(uint64_t ticket, BlockId id) = 0;
+  virtual std::vector<ExportedBlock> TakeExported() = 0;
+  // Makes a sealed, kept block `id` of the parts of the rank's heads, which are among `parts` and
+  // are verified. `block` is without its generation. Errors: FAILED_PRECONDITION for another model
+  // or form, DATA_LOSS for other bytes or another block, NOT_FOUND for a head that is missing;
+  // otherwise as Restore.
+  virtual absl::Status Import(BlockId id, const BlockIdentity& block,
+                              absl::Span<const HeadPart> parts) = 0;
   // Starts to read a stored block as block `id`. Until TakeRestored names it, it can be dropped but
   // not used. NOT_FOUND when it is not stored, ALREADY_EXISTS for an id in use, RESOURCE_EXHAUSTED
   // without room in the host tier.

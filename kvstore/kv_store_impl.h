@@ -1,8 +1,8 @@
 // The implementation of kv_store.h, for its own files only: kv_store.cc (blocks, slots, steps),
 // kv_store_tier.cc (the tier below), kv_store_lean.cc (blocks whose pages stay there),
 // kv_store_adoption.cc (memory that outlives the store), kv_store_erase.cc (overwriting what is
-// forgotten), kv_store_check.cc (checks of the bookkeeping). A PageResidency knows where pages lie
-// (tiers/page_residency.h).
+// forgotten), kv_store_exchange.cc (bytes for elsewhere, and from there), kv_store_check.cc (checks
+// of the bookkeeping). A PageResidency knows where pages lie (tiers/page_residency.h).
 #pragma once
 
 #include <algorithm>
@@ -71,6 +71,10 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   }
   void Erase(TierErase erase) override;
   std::vector<ErasedBlocks> TakeErased() override { return std::exchange(erased_, {}); }
+  void Export(uint64_t ticket, BlockId id) override;
+  std::vector<ExportedBlock> TakeExported() override { return std::exchange(exported_, {}); }
+  absl::Status Import(BlockId id, const BlockIdentity& block,
+                      absl::Span<const HeadPart> parts) override;
   absl::Status Restore(BlockId id, const PrefixHash& hash) override;
   void PollTier() override;
   bool TierIsBusy() const override;
@@ -137,6 +141,14 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   };
   // A sealed block whose extent gets its header when it is whole.
   using DueHeader = QueuedWrite;
+
+  // Copies what is whole by now.
+  void AdvanceExports();
+  // UNAVAILABLE while the block is not whole.
+  absl::StatusOr<std::vector<ExportedBlock::Part>> PartsOf(BlockId id) const;
+  // Fills an extent, except its header.
+  absl::Status PutParts(const PrefixHash& hash, absl::Span<const HeadPart> parts,
+                        absl::Span<std::byte> extent) const;
 
   // Goes on with the first of the orders.
   void AdvanceErases();
@@ -253,6 +265,8 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   int64_t reads_at_peers_ = 0;  // of reads_
   int64_t front_reads_ = 0;     // likewise; they do not count for spare_extents_
   std::vector<RestoredBlock> restored_;
+  std::deque<std::pair<uint64_t, BlockId>> exports_;  // by ticket, in order
+  std::vector<ExportedBlock> exported_;
   std::deque<Erasing> erasing_;
   std::vector<ErasedBlocks> erased_;
   // Changes since the last report. Without tokens: forgotten.

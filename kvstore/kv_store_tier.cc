@@ -65,13 +65,14 @@ void KvStoreImpl::PollTier() {
     if (lean_ != nullptr) WriteToShed();
     StartTransfers();
   }
+  AdvanceExports();
   AdvanceErases();
 }
 
 bool KvStoreImpl::TierIsBusy() const {
   return !queued_writes_.empty() || !queued_reads_.empty() || !queued_at_peers_.empty() ||
          !writes_.empty() || !reads_.empty() || !due_headers_.empty() ||
-         adopted_.num_verifying() > 0 || !erasing_.empty() ||
+         adopted_.num_verifying() > 0 || !erasing_.empty() || !exports_.empty() ||
          (below_ != nullptr && below_->ExpectsBlocks());
 }
 

@@ -7,13 +7,16 @@ namespace kvasir::proto {
 
 // ShardPlan.protocol_version: raised with every change of worker.proto that an older end would
 // misunderstand. Coordinator and workers have the same release, so there is no range of versions.
-inline constexpr uint32_t kWorkerProtocolVersion = 10;
+inline constexpr uint32_t kWorkerProtocolVersion = 11;
 
 // Name of a worker's readiness in grpc.health.v1; "" is its liveness.
 inline constexpr char kWorkerServiceName[] = "kvasir.v1.Worker";
 
-// Limit for messages in both directions. A prompt travels in one plan: 16M token ids take 50 MB.
-inline constexpr int kMaxWorkerMessageBytes = 64 << 20;
+// Limit for messages in both directions. A prompt travels in one plan, perhaps beside a block: 16M
+// token ids take 50 MB.
+inline constexpr int kMaxWorkerMessageBytes = 128 << 20;
+// Largest block whose bytes may travel, all KV heads together.
+inline constexpr int64_t kMaxExchangedBlockBytes = int64_t{48} << 20;
 
 // The coordinator pings every worker, whether it computes or idles, and takes one for dead that
 // does not answer in time (--rank-timeout). It pings no more often than this, and the worker's

@@ -342,10 +342,7 @@ absl::Status GroupMember::Answer(const v1::StepPlan& plan, Engine& engine,
 void GroupMember::ReportTier(Engine& engine, CoordinatorStream& stream) {
   metrics_.RecordTiers(engine);
   v1::TierReport report = engine.TakeTierReport();
-  if (report.stored().empty() && report.forgotten().empty() && report.restored().empty() &&
-      report.erased().empty()) {
-    return;
-  }
+  if (report.ByteSizeLong() == 0) return;
   v1::WorkerMessage message;
   *message.mutable_tier_report() = std::move(report);
   stream.Write(std::move(message));

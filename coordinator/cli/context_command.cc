@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <fstream>
 #include <iostream>
 #include <memory>
 #include <optional>
@@ -18,6 +19,7 @@
 #include "coordinator/cli/calls/connect.h"
 #include "coordinator/cli/check_text.h"
 #include "coordinator/cli/progress_bar.h"
+#include "coordinator/contexts/part_frames.h"
 #include "coordinator/request/status_json.h"
 #include "kernels/base/status_macros.h"
 #include "proto/finish_numbers.h"
@@ -259,15 +261,75 @@ absl::Status Evict(const ContextRun& run) {
   return absl::OkStatus();
 }
 
+absl::Status Export(const ContextRun& run) {
+  v1::ExportContextRequest request;
+  request.set_name(run.config.name());
+  request.set_tenant_id(run.config.tenant());
+  std::ofstream file(run.config.file(), std::ios::binary | std::ios::trunc);
+  if (!file.is_open()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--file '", run.config.file(), "' cannot be written"));
+  }
+  grpc::ClientContext context;
+  SetTimeout(run.deadline - absl::Now(), context);
+  const auto stream = run.stub.Export(&context, request);
+  v1::ContextPart part;
+  while (stream->Read(&part) && file.good()) file << FrameOf(part);
+  if (!file.good()) context.TryCancel();
+  const absl::Status ended = proto::FromGrpcStatus(stream->Finish());
+  file.close();
+  if (file.good() && ended.ok()) return absl::OkStatus();
+  std::remove(run.config.file().c_str());
+  return file.good() ? ended
+                     : absl::UnavailableError(absl::StrCat("--file ", run.config.file(),
+                                                           " cannot be written to its end"));
+}
+
+absl::Status Import(const ContextRun& run) {
+  std::ifstream file(run.config.file(), std::ios::binary);
+  if (!file.is_open()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--file '", run.config.file(), "' cannot be read"));
+  }
+  const auto read = [&file](size_t bytes, std::string& text) {
+    text.resize(bytes);
+    file.read(text.data(), static_cast<std::streamsize>(bytes));
+    const auto got = static_cast<size_t>(file.gcount());
+    text.resize(got);
+    return got;
+  };
+  grpc::ClientContext context;
+  SetTimeout(run.deadline - absl::Now(), context);
+  v1::Context made;
+  const auto stream = run.stub.Import(&context, &made);
+  v1::ImportContextRequest message;
+  message.set_name(run.config.name());
+  message.set_tenant_id(run.config.tenant());
+  absl::Status status;
+  for (;;) {
+    absl::StatusOr<std::optional<v1::ContextPart>> part = ReadFrame(read);
+    status = part.status();
+    if (!status.ok() || !part->has_value()) break;
+    *message.mutable_part() = **std::move(part);
+    if (!stream->Write(message)) break;
+  }
+  if (!status.ok()) context.TryCancel();
+  stream->WritesDone();
+  const absl::Status ended = proto::FromGrpcStatus(stream->Finish());
+  KVASIR_RETURN_IF_ERROR(status);
+  KVASIR_RETURN_IF_ERROR(ended);
+  return Await(run, made);
+}
+
 struct Action {
   absl::string_view name;
   absl::Status (*run)(const ContextRun&);
 };
 
 constexpr Action kActions[] = {
-    {"create", Create}, {"fork", Fork},   {"get", Get},     {"list", List},
-    {"delete", Delete}, {"pin", Pin},     {"unpin", Unpin}, {"prefetch", Prefetch},
-    {"demote", Demote}, {"evict", Evict},
+    {"create", Create}, {"fork", Fork},   {"get", Get},       {"list", List},
+    {"delete", Delete}, {"pin", Pin},     {"unpin", Unpin},   {"prefetch", Prefetch},
+    {"demote", Demote}, {"evict", Evict}, {"export", Export}, {"import", Import},
 };
 
 absl::string_view StateName(v1::ContextState state) {

@@ -10,6 +10,7 @@
 
 #include "absl/status/statusor.h"
 
+#include "coordinator/group/worker_group.h"
 #include "coordinator/request/client_sink.h"
 #include "coordinator/request/request_origin.h"
 #include "coordinator/scheduling/context_blocks.h"
@@ -47,8 +48,8 @@ class ContextEngine {
   virtual void Read(const v1::GenerateRequest& request, const RequestOrigin& origin,
                     const std::shared_ptr<ClientSink>& sink) = 0;
 
-  // Returns the size of a block over all ranks. UNAVAILABLE.
-  virtual absl::StatusOr<int64_t> BlockBytes() = 0;
+  // UNAVAILABLE while no group is formed.
+  virtual absl::StatusOr<GroupInfo> Group() = 0;
   // As ContextBlocks. `tier` is the host or the disk.
   virtual void Pin(const Context& context, v1::Tier tier, int64_t most_blocks,
                    Done<PinnedBlocks> done) = 0;
@@ -60,6 +61,14 @@ class ContextEngine {
   virtual void EraseContext(const Context& context, Done<v1::Erased> done) = 0;
   virtual void EraseTenant(const std::string& tenant, Done<v1::Erased> done) = 0;
   virtual void EraseAll(Done<v1::Erased> done) = 0;
+
+  // As ContextExchange.
+  virtual void BeginExchange(const Context& context, Done<int64_t> done) = 0;
+  virtual void EndExchange(int64_t context) = 0;
+  virtual void ExportBlock(int64_t context, int64_t index,
+                           Done<std::vector<v1::HeadExtent>> done) = 0;
+  virtual void ImportBlock(int64_t context, std::vector<v1::HeadExtent> heads,
+                           std::function<void(const absl::Status&)> done) = 0;
 };
 
 }  // namespace kvasir::coordinator

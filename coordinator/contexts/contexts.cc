@@ -108,11 +108,14 @@ void Contexts::OnReady() {
 }
 
 void Contexts::Stop() {
+  std::shared_ptr<ReadSink> abandoned;
   {
     MutexLock lock(mu_);
     stopping_ = true;
+    abandoned = reading_;
     changed_.NotifyAll();
   }
+  if (abandoned != nullptr) abandoned->Abandon(absl::CancelledError("the server ends"));
   if (reader_.joinable()) reader_.join();
 }
 
@@ -134,7 +137,9 @@ absl::StatusOr<v1::Context> Contexts::Create(const v1::CreateContextRequest& req
   v1::GenerateRequest prompt = PromptRequestOf(request);
   *prompt.mutable_policy() = request.policy();
   KVASIR_ASSIGN_OR_RETURN(context.tokens, engine_->PromptOf(prompt, 0));
-  return Add(std::move(context), by.caller);
+  KVASIR_ASSIGN_OR_RETURN(const std::shared_ptr<const NamedContext> added,
+                          Add(std::move(context), by.caller, Reading::kNow));
+  return DescribeNow(*added);
 }
 
 absl::StatusOr<v1::Context> Contexts::Fork(const v1::ForkContextRequest& request,
@@ -152,7 +157,9 @@ absl::StatusOr<v1::Context> Contexts::Fork(const v1::ForkContextRequest& request
                             engine_->PromptOf(prompt, std::ssize(from->tokens)));
     context.tokens.insert(context.tokens.end(), more.begin(), more.end());
   }
-  return Add(std::move(context), by.caller);
+  KVASIR_ASSIGN_OR_RETURN(const std::shared_ptr<const NamedContext> added,
+                          Add(std::move(context), by.caller, Reading::kNow));
+  return DescribeNow(*added);
 }
 
 absl::Status Contexts::CheckNew(const NamedContext& context) const {
@@ -173,8 +180,8 @@ absl::Status Contexts::CheckNew(const NamedContext& context) const {
                    ": delete some, shorten it, or raise --max-context-tokens"));
 }
 
-absl::StatusOr<v1::Context> Contexts::Add(NamedContext context,
-                                          std::shared_ptr<const Caller> caller) {
+absl::StatusOr<std::shared_ptr<const NamedContext>> Contexts::Add(
+    NamedContext context, std::shared_ptr<const Caller> caller, Reading reading) {
   MutexLock files(files_mu_);
   Entry entry = {.context = nullptr, .caller = std::move(caller)};
   v1::ContextRecord record;
@@ -190,10 +197,16 @@ absl::StatusOr<v1::Context> Contexts::Add(NamedContext context,
   const std::shared_ptr<const NamedContext> added = entry.context;
   tokens_ += std::ssize(added->tokens);
   entries_[{added->tenant, added->name}] = std::move(entry);
-  to_read_.push_back(added);
+  if (reading == Reading::kNow) to_read_.push_back(added);
   CountStates();
   changed_.NotifyAll();
-  return Describe(*added, v1::CONTEXT_STATE_WAITING);
+  return added;
+}
+
+v1::Context Contexts::DescribeNow(const NamedContext& context) {
+  MutexLock lock(mu_);
+  const Entry* const entry = EntryOf(context);
+  return entry != nullptr ? DescribeEntry(*entry) : Describe(context, v1::CONTEXT_STATE_WAITING);
 }
 
 absl::Status Contexts::Save(const v1::ContextRecord& record) {
@@ -263,33 +276,39 @@ absl::StatusOr<v1::ListContextsResponse> Contexts::List(const v1::ListContextsRe
 absl::Status Contexts::Delete(const v1::DeleteContextRequest& request, const ContextCaller& by) {
   KVASIR_RETURN_IF_ERROR(CheckLimits("", request));
   MutexLock files(files_mu_);
-  KVASIR_RETURN_IF_ERROR(Find(by.tenant, request.name()).status());
-  if (folder_.has_value()) {
-    int64_t bytes = 0;
-    KVASIR_RETURN_IF_ERROR(folder_->Erase(by.tenant, request.name(), bytes));
-  }
-  std::shared_ptr<ReadSink> abandoned;
-  int64_t number = 0;
+  KVASIR_ASSIGN_OR_RETURN(const std::shared_ptr<const NamedContext> context,
+                          Find(by.tenant, request.name()));
+  int64_t record_bytes = 0;
+  return Forget(*context, absl::CancelledError("the context is deleted"), record_bytes);
+}
+
+absl::Status Contexts::Forget(const NamedContext& context, const absl::Status& why,
+                              int64_t& record_bytes) {
   {
     MutexLock lock(mu_);
-    const auto it = entries_.find({by.tenant, request.name()});
-    number = it->second.context->number;
-    abandoned = Remove(it);
+    if (EntryOf(context) == nullptr) return absl::OkStatus();
   }
-  engine_->Unpin(number, v1::TIER_HOST);
-  engine_->Unpin(number, v1::TIER_DISK);
-  if (abandoned != nullptr) abandoned->Abandon(absl::CancelledError("the context is deleted"));
+  if (folder_.has_value()) {
+    KVASIR_RETURN_IF_ERROR(folder_->Erase(context.tenant, context.name, record_bytes));
+  }
+  std::shared_ptr<ReadSink> abandoned;
+  {
+    MutexLock lock(mu_);
+    tokens_ -= std::ssize(context.tokens);
+    std::erase_if(to_read_, [&](const auto& waiting) { return waiting.get() == &context; });
+    if (reading_ != nullptr && &reading_->context() == &context) abandoned = reading_;
+    entries_.erase({context.tenant, context.name});
+    CountStates();
+  }
+  LetGo(context);
+  if (abandoned != nullptr) abandoned->Abandon(why);
   return absl::OkStatus();
 }
 
-std::shared_ptr<Contexts::ReadSink> Contexts::Remove(std::map<Key, Entry>::iterator it) {
-  const std::shared_ptr<const NamedContext> context = it->second.context;
-  tokens_ -= std::ssize(context->tokens);
-  std::erase(to_read_, context);
-  entries_.erase(it);
-  CountStates();
-  const bool is_read = reading_ != nullptr && &reading_->context() == context.get();
-  return is_read ? reading_ : nullptr;
+void Contexts::LetGo(const NamedContext& context) {
+  engine_->Unpin(context.number, v1::TIER_HOST);
+  engine_->Unpin(context.number, v1::TIER_DISK);
+  engine_->EndExchange(context.number);
 }
 
 absl::StatusOr<std::shared_ptr<const NamedContext>> Contexts::Find(const std::string& tenant,

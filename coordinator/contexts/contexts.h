@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
@@ -64,6 +65,7 @@ class Contexts {
   // A worker group serves: pins are made again, and reads that waited for one tried at once. Any
   // thread.
   void OnReady() EXCLUDES(mu_);
+  // Reads no more, and ends what is read: the next start reads it.
   void Stop() EXCLUDES(mu_);
 
   // Called within RunText, as a text may be long.
@@ -77,7 +79,7 @@ class Contexts {
   absl::StatusOr<v1::ListContextsResponse> List(const v1::ListContextsRequest& request,
                                                 const ContextCaller& by) EXCLUDES(mu_);
   absl::Status Delete(const v1::DeleteContextRequest& request, const ContextCaller& by)
-      EXCLUDES(mu_);
+      EXCLUDES(files_mu_, mu_);
 
   // Hints. `done` is called once, perhaps on the engine's thread.
   template <typename Response>
@@ -91,6 +93,22 @@ class Contexts {
   void Demote(const v1::DemoteContextRequest& request, const ContextCaller& by,
               Done<v1::ContextHint> done) EXCLUDES(mu_);
   void Evict(const v1::EvictRequest& request, const ContextCaller& by, Done<v1::EvictResponse> done)
+      EXCLUDES(files_mu_, mu_);
+
+  // The right to export or import. One caller has it at a time, until its handle is destroyed;
+  // RESOURCE_EXHAUSTED, with a time to try again, for others.
+  struct Transfer {};
+  absl::StatusOr<std::shared_ptr<const Transfer>> BeginTransfer() EXCLUDES(mu_);
+  // Writes a context's parts until `write` returns false: then nobody wants them any more. Returns
+  // when that has ended, so call it on a thread that may wait, as Import. ABORTED when the context
+  // is forgotten meanwhile.
+  absl::Status Export(const Transfer& transfer, const v1::ExportContextRequest& request,
+                      const ContextCaller& by,
+                      absl::FunctionRef<bool(const v1::ContextPart& part)> write) EXCLUDES(mu_);
+  // Reads parts until there are no more (nothing), and makes the context of them.
+  using PartReader = absl::FunctionRef<absl::StatusOr<std::optional<v1::ContextPart>>()>;
+  absl::StatusOr<v1::Context> Import(const Transfer& transfer, const std::string& name,
+                                     const ContextCaller& by, PartReader read)
       EXCLUDES(files_mu_, mu_);
 
   // Returns the context for a request that names it, and refreshes its pins. NOT_FOUND when the
@@ -140,9 +158,19 @@ class Contexts {
       : options_(options), folder_(std::move(folder)), clock_(clock), metrics_(metrics) {}
 
   void Load() EXCLUDES(mu_);
-  // Names the tokens and lets them be read.
-  absl::StatusOr<v1::Context> Add(NamedContext context, std::shared_ptr<const Caller> caller)
-      EXCLUDES(files_mu_, mu_);
+  // Names the tokens and lets them be read, now or later.
+  enum class Reading { kNow, kLater };
+  absl::StatusOr<std::shared_ptr<const NamedContext>> Add(NamedContext context,
+                                                          std::shared_ptr<const Caller> caller,
+                                                          Reading reading) EXCLUDES(files_mu_, mu_);
+  v1::Context DescribeNow(const NamedContext& context) EXCLUDES(mu_);
+  absl::Status ExportBlocks(const std::shared_ptr<const NamedContext>& context,
+                            absl::FunctionRef<bool(const v1::ContextPart& part)> write);
+  absl::StatusOr<NamedContext> ParseHead(const v1::ContextHead& head, const std::string& name,
+                                         const ContextCaller& by);
+  absl::Status ImportBlocks(const std::shared_ptr<const NamedContext>& context, PartReader read);
+  // ABORTED when the context was deleted or evicted.
+  absl::Status CheckUnderWay(const NamedContext& context) EXCLUDES(mu_);
   absl::Status CheckNew(const NamedContext& context) const REQUIRES(mu_);
   absl::Status Save(const v1::ContextRecord& record) REQUIRES(files_mu_);
   v1::ContextRecord RecordOf(const Entry& entry) const REQUIRES(mu_);
@@ -154,8 +182,12 @@ class Contexts {
   void CountStates() REQUIRES(mu_);
   // Lets the context be read, again if it was. Does nothing when it is about to be.
   void ReadSoon(Entry& entry) REQUIRES(mu_);
-  // Forgets the entry. Returns what reads it, to be abandoned without the mutex.
-  std::shared_ptr<ReadSink> Remove(std::map<Key, Entry>::iterator it) REQUIRES(mu_);
+  // Forgets the context, whose reading ends with `why`, unless that was done; adds the size of its
+  // record. UNAVAILABLE when the record cannot be erased: then nothing is forgotten.
+  absl::Status Forget(const NamedContext& context, const absl::Status& why, int64_t& record_bytes)
+      REQUIRES(files_mu_) EXCLUDES(mu_);
+  // Ends what the engine does for the context and holds of it.
+  void LetGo(const NamedContext& context);
   // Forgets the tenant's contexts, or all; adds to what was evicted.
   absl::Status ForgetAll(const std::string* tenant, v1::EvictResponse& evicted)
       EXCLUDES(files_mu_, mu_);
@@ -207,6 +239,7 @@ class Contexts {
   int64_t tokens_ GUARDED_BY(mu_) = 0;  // of all entries
   std::deque<std::shared_ptr<const NamedContext>> to_read_ GUARDED_BY(mu_);
   std::vector<std::pair<int64_t, v1::Tier>> to_unpin_ GUARDED_BY(mu_);
+  std::weak_ptr<const Transfer> transfer_ GUARDED_BY(mu_);
   std::shared_ptr<ReadSink> reading_ GUARDED_BY(mu_);  // null: nothing is read
   std::optional<Ended> ended_ GUARDED_BY(mu_);         // of reading_
   int64_t next_number_ GUARDED_BY(mu_) = 1;

@@ -61,14 +61,14 @@ absl::StatusOr<Contexts::PinOrder> Contexts::OrderOf(const v1::PinContextRequest
   KVASIR_RETURN_IF_ERROR(CheckLimits("", request));
   PinOrder order = {.context = nullptr, .asked = request.tier()};
   order.tier = PinnedTier(request.tier());
-  KVASIR_ASSIGN_OR_RETURN(const int64_t block_bytes, engine_->BlockBytes());
+  KVASIR_ASSIGN_OR_RETURN(const GroupInfo group, engine_->Group());
   order.pin.ttl = absl::Seconds(request.has_ttl_s() ? request.ttl_s() : kDefaultTtlSeconds);
   order.pin.expires = After(clock_.Now(), order.pin.ttl);
   order.pin.refresh = request.refresh_on_hit();
   MutexLock lock(mu_);
   KVASIR_ASSIGN_OR_RETURN(const Entry* entry, FindEntry(by.tenant, request.name()));
   order.context = entry->context;
-  order.most_blocks = Quota(*order.context, order.tier, by.caller.get(), block_bytes);
+  order.most_blocks = Quota(*order.context, order.tier, by.caller.get(), BlockBytesOf(group));
   return order;
 }
 
@@ -311,37 +311,25 @@ absl::StatusOr<std::shared_ptr<const NamedContext>> Contexts::EvictedContext(
     CountStates();
     changed_.NotifyAll();
   }
+  LetGo(*context);
   if (abandoned != nullptr) abandoned->Abandon(absl::CancelledError("the context is evicted"));
   return context;
 }
 
 absl::Status Contexts::ForgetAll(const std::string* tenant, v1::EvictResponse& evicted) {
   MutexLock files(files_mu_);
-  std::vector<Key> keys;
+  std::vector<std::shared_ptr<const NamedContext>> forgotten;
   {
     MutexLock lock(mu_);
     for (const auto& [key, entry] : entries_) {
-      if (tenant == nullptr || key.first == *tenant) keys.push_back(key);
+      if (tenant == nullptr || key.first == *tenant) forgotten.push_back(entry.context);
     }
   }
   int64_t bytes = 0;
-  for (const Key& key : keys) {
-    if (folder_.has_value()) {
-      KVASIR_RETURN_IF_ERROR(folder_->Erase(key.first, key.second, bytes));
-    }
-    std::shared_ptr<ReadSink> abandoned;
-    int64_t number = 0;
-    {
-      MutexLock lock(mu_);
-      const auto it = entries_.find(key);
-      number = it->second.context->number;
-      abandoned = Remove(it);
-    }
-    engine_->Unpin(number, v1::TIER_HOST);
-    engine_->Unpin(number, v1::TIER_DISK);
-    if (abandoned != nullptr) abandoned->Abandon(absl::CancelledError("the context is evicted"));
+  for (const std::shared_ptr<const NamedContext>& context : forgotten) {
+    KVASIR_RETURN_IF_ERROR(Forget(*context, absl::CancelledError("the context is evicted"), bytes));
   }
-  evicted.set_contexts(static_cast<uint32_t>(keys.size()));
+  evicted.set_contexts(static_cast<uint32_t>(forgotten.size()));
   evicted.set_record_bytes(static_cast<uint64_t>(bytes));
   return absl::OkStatus();
 }

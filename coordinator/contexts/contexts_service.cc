@@ -1,7 +1,12 @@
 #include "coordinator/contexts/contexts_service.h"
 
 #include <algorithm>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
 
+#include "coordinator/policy/limits.h"
 #include "coordinator/request/grpc_call.h"
 #include "kernels/base/status_macros.h"
 
@@ -127,6 +132,64 @@ grpc::ServerUnaryReactor* ContextsService::Evict(grpc::CallbackServerContext* co
                      [this](const auto& asked, const ContextCaller& by, const auto& done) {
                        contexts_.Evict(asked, by, done);
                      });
+}
+
+// The right to transfer is taken before a thread is, so that at most one thread waits for a client.
+grpc::ServerWriteReactor<v1::ContextPart>* ContextsService::Export(
+    grpc::CallbackServerContext* context, const v1::ExportContextRequest* request) {
+  connections_.OnMessage(context->peer(), request->ByteSizeLong());
+  const std::shared_ptr<ExportStream> stream = ExportStream::Create(*context, client_timeout_);
+  const auto begin = [&]() -> absl::Status {
+    KVASIR_ASSIGN_OR_RETURN(const auto caller, CallerOf(*context, api_));
+    KVASIR_ASSIGN_OR_RETURN(const auto transfer, contexts_.BeginTransfer());
+    return api_.RunText(kFileWorkBytes, [this, request, stream, caller, transfer] {
+      stream->End(
+          contexts_.Export(*transfer, *request, ContextCallerOf(caller, request->tenant_id()),
+                           [&](const v1::ContextPart& part) { return stream->Write(part); }));
+    });
+  };
+  if (const absl::Status begun = begin(); !begun.ok()) stream->End(begun);
+  return stream.get();
+}
+
+grpc::ServerReadReactor<v1::ImportContextRequest>* ContextsService::Import(
+    grpc::CallbackServerContext* context, v1::Context* response) {
+  const std::shared_ptr<ImportStream> stream = ImportStream::Create(*context, client_timeout_);
+  const auto begin = [&]() -> absl::Status {
+    KVASIR_ASSIGN_OR_RETURN(const auto caller, CallerOf(*context, api_));
+    KVASIR_ASSIGN_OR_RETURN(const auto transfer, contexts_.BeginTransfer());
+    return api_.RunText(kFileWorkBytes, [this, context, response, stream, caller, transfer] {
+      const absl::StatusOr<v1::Context> made = Receive(*transfer, *context, caller, *stream);
+      if (made.ok()) *response = *made;
+      stream->End(made.status());
+    });
+  };
+  if (const absl::Status begun = begin(); !begun.ok()) stream->End(begun);
+  return stream.get();
+}
+
+absl::StatusOr<v1::Context> ContextsService::Receive(const Contexts::Transfer& transfer,
+                                                     const grpc::CallbackServerContext& context,
+                                                     std::shared_ptr<const Caller> caller,
+                                                     ImportStream& stream) {
+  std::optional<v1::ImportContextRequest> message = stream.Read();
+  if (!message.has_value()) return absl::InvalidArgumentError("there is no part");
+  KVASIR_RETURN_IF_ERROR(CheckLimits("", *message));
+  const std::string name = message->name();
+  const ContextCaller by = ContextCallerOf(std::move(caller), message->tenant_id());
+  const auto read = [&]() -> absl::StatusOr<std::optional<v1::ContextPart>> {
+    if (!message.has_value()) message = stream.Read();
+    if (!message.has_value()) {
+      // A stream that broke ends like one that is whole.
+      if (context.IsCancelled()) return absl::CancelledError("the client is gone");
+      return std::optional<v1::ContextPart>();
+    }
+    connections_.OnMessage(context.peer(), message->ByteSizeLong());
+    std::optional<v1::ContextPart> part = std::move(*message->mutable_part());
+    message.reset();
+    return part;
+  };
+  return contexts_.Import(transfer, name, by, read);
 }
 
 }  // namespace kvasir::coordinator

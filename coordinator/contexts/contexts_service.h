@@ -2,9 +2,11 @@
 // the server. Thread-safe.
 #pragma once
 
+#include "absl/time/time.h"
 #include "grpcpp/support/server_callback.h"
 
 #include "coordinator/contexts/contexts.h"
+#include "coordinator/contexts/transfer_streams.h"
 #include "coordinator/request/generation_api.h"
 #include "proto/grpc_listener.h"
 #include "proto/kvasir/v1/contexts.grpc.pb.h"
@@ -14,8 +16,12 @@ namespace kvasir::coordinator {
 class ContextsService final : public v1::Contexts::CallbackService {
  public:
   // The references outlive the service.
-  ContextsService(Contexts& contexts, GenerationApi& api, proto::GrpcListener& connections)
-      : contexts_(contexts), api_(api), connections_(connections) {}
+  ContextsService(Contexts& contexts, GenerationApi& api, proto::GrpcListener& connections,
+                  absl::Duration client_timeout)
+      : contexts_(contexts),
+        api_(api),
+        connections_(connections),
+        client_timeout_(client_timeout) {}
 
   grpc::ServerUnaryReactor* Create(grpc::CallbackServerContext* context,
                                    const v1::CreateContextRequest* request,
@@ -47,6 +53,10 @@ class ContextsService final : public v1::Contexts::CallbackService {
   grpc::ServerUnaryReactor* Evict(grpc::CallbackServerContext* context,
                                   const v1::EvictRequest* request,
                                   v1::EvictResponse* response) override;
+  grpc::ServerWriteReactor<v1::ContextPart>* Export(
+      grpc::CallbackServerContext* context, const v1::ExportContextRequest* request) override;
+  grpc::ServerReadReactor<v1::ImportContextRequest>* Import(grpc::CallbackServerContext* context,
+                                                            v1::Context* response) override;
 
  private:
   // Answers with what `call` gives for the request and who sends it: call(request, by, done).
@@ -57,10 +67,15 @@ class ContextsService final : public v1::Contexts::CallbackService {
   template <typename Request, typename Response, typename Call>
   grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context, const Request& request,
                                    Response& response, Call call);
+  // Imports what the stream brings.
+  absl::StatusOr<v1::Context> Receive(const Contexts::Transfer& transfer,
+                                      const grpc::CallbackServerContext& context,
+                                      std::shared_ptr<const Caller> caller, ImportStream& stream);
 
   Contexts& contexts_;
   GenerationApi& api_;
   proto::GrpcListener& connections_;
+  const absl::Duration client_timeout_;
 };
 
 }  // namespace kvasir::coordinator

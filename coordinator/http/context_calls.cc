@@ -15,6 +15,7 @@
 #include "absl/strings/str_split.h"
 #include "google/protobuf/util/json_util.h"
 
+#include "coordinator/http/context_transfers.h"
 #include "coordinator/http/requests/conversation_fields.h"
 #include "coordinator/http/requests/generate_fields.h"
 #include "coordinator/http/requests/json_body.h"
@@ -171,14 +172,27 @@ struct ContextRoute {
   bool names_context;
   absl::string_view action;  // the last part of the path; empty: none
   void (*call)(const ContextCall&, const ContextDone&);
+  bool is_transfer = false;  // of bytes: there is no JSON body
 };
 
+// Exports for GET, imports for POST. The tenant is that of the key, or the one without a name.
+absl::Status Transfer(const HttpCallContext& context, const std::shared_ptr<Exchange>& exchange,
+                      const ContextRoute& route, const std::string& name, const std::string& body) {
+  const ContextCaller by = ContextCallerOf(exchange->caller(), "");
+  if (route.method == "GET") return SendExport(context.contexts, name, by, exchange);
+  KVASIR_ASSIGN_OR_RETURN(std::string answer,
+                          AnswerOf(TakeImport(context.contexts, name, by, body)));
+  exchange->Reply({.body = std::move(answer)});
+  return absl::OkStatus();
+}
+
 constexpr ContextRoute kContextRoutes[] = {
-    {"POST", false, "", AtOnce<Create>},  {"GET", false, "", AtOnce<List>},
-    {"GET", true, "", AtOnce<Get>},       {"DELETE", true, "", AtOnce<Delete>},
-    {"POST", true, "fork", AtOnce<Fork>}, {"POST", true, "pin", Pin},
-    {"POST", true, "unpin", Unpin},       {"POST", true, "prefetch", Prefetch},
-    {"POST", true, "demote", Demote},     {"POST", true, "evict", EvictOne},
+    {"POST", false, "", AtOnce<Create>},    {"GET", false, "", AtOnce<List>},
+    {"GET", true, "", AtOnce<Get>},         {"DELETE", true, "", AtOnce<Delete>},
+    {"POST", true, "fork", AtOnce<Fork>},   {"POST", true, "pin", Pin},
+    {"POST", true, "unpin", Unpin},         {"POST", true, "prefetch", Prefetch},
+    {"POST", true, "demote", Demote},       {"POST", true, "evict", EvictOne},
+    {"GET", true, "export", nullptr, true}, {"POST", true, "import", nullptr, true},
 };
 // In the place of a name, which this one cannot be.
 constexpr ContextRoute kEvictRoute = {"POST", false, ":evict", Evict};
@@ -188,6 +202,7 @@ absl::Status Answer(const HttpCallContext& context, const std::shared_ptr<Exchan
                     const ContextRoute& route, const std::string& name) {
   // A body is optional where its fields are.
   std::string text = exchange->TakeBody();
+  if (route.is_transfer) return Transfer(context, exchange, route, name, text);
   KVASIR_ASSIGN_OR_RETURN(const JsonBody body, ParseBody(text.empty() ? "{}" : std::move(text)));
   JsonFields fields(body.object);
   const std::string part = fields.String("cache_salt").value_or("");
@@ -229,8 +244,7 @@ void ServeContexts(const HttpCallContext& context, std::shared_ptr<Exchange> exc
       absl::StrSplit(absl::string_view(request.path).substr(kPath.size()), '/');
   const std::string name = parts.size() > 1 ? parts[1] : "";
   const std::string action = parts.size() > 2 ? parts[2] : "";
-  const std::string method = request.method == "HEAD" ? "GET" : request.method;
-  if (method == "POST" && request.path == absl::StrCat(kPath, kEvictRoute.action)) {
+  if (request.method == "POST" && request.path == absl::StrCat(kPath, kEvictRoute.action)) {
     return Serve(context, exchange, kEvictRoute, {});
   }
   std::vector<absl::string_view> allowed;
@@ -239,7 +253,9 @@ void ServeContexts(const HttpCallContext& context, std::shared_ptr<Exchange> exc
       continue;
     }
     allowed.push_back(route.method);
-    if (route.method != method) continue;
+    // HEAD is answered as GET, and the connection leaves out the body. A stream is nothing else.
+    const bool as_get = request.method == "HEAD" && !route.is_transfer;
+    if (route.method != (as_get ? "GET" : request.method)) continue;
     return Serve(context, exchange, route, name);
   }
   if (allowed.empty()) {

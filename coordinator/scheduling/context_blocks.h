@@ -67,6 +67,9 @@ class ContextBlocks {
   // Start of the chain of hashes of a tenant's blocks.
   kvstore::PrefixHash ScopeOf(const std::string& tenant, const v1::AttentionPolicy& prefill) const;
 
+  // Finds the chain's whole blocks in memory.
+  kvstore::PrefixMatch Match(const ContextChain& chain) const;
+
   // Pins at most `most` blocks, in place of an earlier pin of the context in this tier.
   PinnedBlocks PinHost(const ContextChain& chain, int64_t most);
   PinnedBlocks PinDisk(const ContextChain& chain, int64_t most);
@@ -111,7 +114,6 @@ class ContextBlocks {
     OnErased done;
   };
 
-  kvstore::PrefixMatch Match(const ContextChain& chain) const;
   std::vector<kvstore::PrefixHash> HashesOf(const ContextChain& chain, int64_t count) const;
   // Writes blocks of the chain that are in memory and not on every rank's disk.
   void Write(const ContextChain& chain, const kvstore::PrefixMatch& match, int64_t count);

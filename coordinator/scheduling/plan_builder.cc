@@ -226,7 +226,8 @@ std::optional<PlannedStep> PlanBuilder::Commit(uint64_t step) {
 bool PlanBuilder::IsEmpty() const {
   return unanswered_.rows.empty() && plan_.seals().empty() && plan_.free_slots().empty() &&
          plan_.persists().empty() && plan_.drop_blocks().empty() && plan_.restores().empty() &&
-         plan_.erases().empty() && plan_.disk_pins().empty() && plan_.disk_unpins().empty();
+         plan_.erases().empty() && plan_.exports().empty() && plan_.imports().empty() &&
+         plan_.disk_pins().empty() && plan_.disk_unpins().empty();
 }
 
 }  // namespace kvasir::coordinator

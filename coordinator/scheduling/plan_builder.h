@@ -102,6 +102,8 @@ class PlanBuilder {
   void AddSeal(const Sequence& sequence, int64_t index);
   void AddPersist(const Sequence& sequence, int64_t index);
   void AddPersist(kvstore::BlockId id, absl::Span<const int32_t> tokens);
+  void AddExport(v1::BlockExport block) { *plan_.add_exports() = std::move(block); }
+  void AddImport(v1::BlockImport block) { *plan_.add_imports() = std::move(block); }
   void AddErase(v1::Erase erase) { *plan_.add_erases() = std::move(erase); }
   void AddDiskPin(const kvstore::PrefixHash& hash) {
     plan_.add_disk_pins(hash.data(), hash.size());

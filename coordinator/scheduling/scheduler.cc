@@ -135,6 +135,7 @@ Survivors Scheduler::GiveUp() {
   }
   state_.sequences.FreeEnded();
   state_.contexts.GiveUp();
+  state_.exchange.GiveUp();
   return {state_.sequences.TakeAll(), state_.options.mass_unmeasured};
 }
 
@@ -176,6 +177,8 @@ Scheduler::Planned Scheduler::NextPlan(TimePoint now) {
 
 absl::Status Scheduler::OnTierReport(int64_t rank, const v1::TierReport& report, TimePoint now) {
   for (const v1::Erased& erased : report.erased()) state_.contexts.OnErasedBy(erased);
+  for (const v1::ExportedBlock& block : report.exported()) state_.exchange.OnExportedBy(block);
+  for (const v1::RestoredBlock& block : report.restored()) state_.exchange.OnRestoredBy(block);
   return state_.restores.OnReport(rank, report, now);
 }
 
@@ -394,6 +397,7 @@ absl::Status Scheduler::CheckIntegrity() const {
   int64_t reserved = 0;
   const std::vector<BlockId> of_contexts = state_.contexts.held();
   absl::flat_hash_set<BlockId> held(of_contexts.begin(), of_contexts.end());
+  for (const BlockId id : state_.exchange.held()) held.insert(id);
   const auto count = [&](const Sequence& sequence) {
     reserved += sequence.reservation.num_blocks();
     for (const Block& block : sequence.blocks) held.insert(block.id());

@@ -91,6 +91,8 @@ class Scheduler {
 
   // Pins, demotes and erases blocks of contexts, from the next plan on.
   ContextBlocks& contexts() { return state_.contexts; }
+  // Takes bytes of blocks from the ranks and gives them some, likewise.
+  ContextExchange& exchange() { return state_.exchange; }
   // The sequences of a tenant, or all (null), that have not ended.
   std::vector<SequenceId> SequencesOf(const std::string* tenant) const;
   bool persists() const { return state_.options.persists(); }

@@ -30,7 +30,8 @@ SchedulerState::SchedulerState(const SchedulerOptions& scheduler_options,
       blocks(std::move(index)),
       restores(options, blocks.index(), prefill_rate),
       sequences(options.max_num_seqs, restores),
-      contexts(options, blocks.index(), restores) {}
+      contexts(options, blocks.index(), restores),
+      exchange(options, blocks, contexts) {}
 
 void SchedulerState::ReportProgress(Sequence& sequence, std::vector<Event>& events) const {
   const bool answers = sequence.generated() > sequence.resumed_tokens;

@@ -8,6 +8,7 @@
 
 #include "coordinator/scheduling/block_budget.h"
 #include "coordinator/scheduling/context_blocks.h"
+#include "coordinator/scheduling/context_exchange.h"
 #include "coordinator/scheduling/prefill_rate.h"
 #include "coordinator/scheduling/restore_book.h"
 #include "coordinator/scheduling/scheduler_events.h"
@@ -78,6 +79,7 @@ struct SchedulerState {
   RestoreBook restores;
   SequenceTable sequences;
   ContextBlocks contexts;
+  ContextExchange exchange;
   int64_t prompts_read = 0;  // since the start
   LastMisfit last_misfit;
   SchedulerStats counters;  // the sums of it

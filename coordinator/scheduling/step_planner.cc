@@ -54,6 +54,7 @@ std::optional<PlannedStep> StepPlanner::Plan(uint64_t step) {
   }
   ReleaseEnded();
   if (when_ == When::kAnswered) state_.contexts.AddTo(plan_);
+  state_.exchange.AddTo(plan_);
   PlanDecodes();
   plan_.set_device_blocks(state_.device_share - state_.sequences.unsealed_blocks());
   PlanPassing();

@@ -11,7 +11,9 @@ import time
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from e2e import on_demand_test  # noqa: E402
 from e2e.contexts_test import FLAGS, OPTIONS, Client, ask_about, command, tokens_of  # noqa: E402
+from e2e.disk_test import counter  # noqa: E402
 from support.http_client import ask  # noqa: E402
 from support.service import Service  # noqa: E402
 from support.tiny_model import make_tiny_model  # noqa: E402
@@ -216,6 +218,30 @@ class ContextHintsTest(unittest.TestCase):
             self.assertEqual(gone.names(), [])
             self.assertEqual(ask_about(service, "doc", [5, 6, 7], "stays").cached_tokens, 384)
             self.assertEqual(service.generate(secret, tenant_id="gone", **OPTIONS).cached_tokens, 0)
+
+    def test_blocks_whose_pages_lie_on_disk_only_are_erased(self):
+        store = self.folder / "lean"
+        secret = tokens_of(on_demand_test.BLOCKS * BLOCK_TOKENS, seed=79)
+        flags = [*on_demand_test.FLAGS, *on_demand_test.ON_DEMAND, f"--kv-disk-path={store}"]
+        with Service(model=self.model, flags=flags) as service:
+            client = Client(service, "gone")
+            client.create("doc", secret)
+            client.await_read("doc")
+            self.assertEqual(ask_about(service, "doc", [5, 6, 7], "gone").cached_tokens, len(secret))
+            self.assertGreater(counter(service, "kvasir_kv_lean_blocks", 0), on_demand_test.BLOCKS / 4, "memory held it all")
+            needles = [struct.pack("<16i", *secret[i:i + 16]) for i in range(0, len(secret), BLOCK_TOKENS)]
+            needles += self.pages_of(store, secret)
+            self.assertGreater(len(needles), 1.5 * on_demand_test.BLOCKS)
+            before = {**files_below(store), **memory_files(service)}
+            for needle in needles:
+                self.assertTrue(any(needle in data for data in before.values()), "it was not there before")
+            evicted = client.call("Evict", "EvictRequest", tenant=True)
+            self.assertEqual((evicted.outcome, evicted.contexts, evicted.host_blocks, evicted.blocks_in_use),
+                             (ACCEPTED, 1, on_demand_test.BLOCKS, 0))
+            self.assertEqual(counter(service, "kvasir_kv_lean_blocks", 0), 0)
+            after = {**files_below(store), **memory_files(service)}
+            for needle in needles:
+                self.assertEqual([name for name, data in after.items() if needle in data], [])
 
     def await_stored(self, service, blocks):
         deadline = time.monotonic() + 20

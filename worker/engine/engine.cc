@@ -148,7 +148,8 @@ bool Engine::MayBegin(const v1::StepPlan& plan) const {
   if (begun_ == finished_) return true;
   if (begun_ - finished_ == kMostSteps || !model_.backend().RunsAhead()) return false;
   if (!plan.free_slots().empty() || !plan.persists().empty() || !plan.drop_blocks().empty() ||
-      !plan.restores().empty() || !plan.starts().empty() || !plan.erases().empty()) {
+      !plan.restores().empty() || !plan.starts().empty() || !plan.erases().empty() ||
+      !plan.imports().empty()) {
     return false;
   }
   return std::all_of(plan.rows().begin(), plan.rows().end(), [this](const v1::StepRow& row) {
@@ -190,17 +191,7 @@ absl::Status Engine::CarryOut(const v1::StepPlan& plan, EngineStep& step) {
   step.reply.Clear();
   step.reply.set_group_epoch(plan.group_epoch());
   step.reply.set_step(plan.step());
-  for (const v1::BlockSeal& seal : plan.seals()) KVASIR_RETURN_IF_ERROR(slots_->Seal(seal));
-  for (const uint32_t slot : plan.free_slots()) KVASIR_RETURN_IF_ERROR(slots_->Free(slot));
-  for (const v1::BlockPersist& persist : plan.persists()) {
-    KVASIR_RETURN_IF_ERROR(slots_->Persist(persist));
-  }
-  for (const v1::Erase& erase : plan.erases()) KVASIR_RETURN_IF_ERROR(slots_->Erase(erase));
-  KVASIR_RETURN_IF_ERROR(slots_->PinDisk(plan));
-  for (const uint64_t id : plan.drop_blocks()) {
-    slots_->Drop(kernels::BlockId(static_cast<int64_t>(id)));
-  }
-  for (const v1::BlockRestore& restore : plan.restores()) KVASIR_RETURN_IF_ERROR(Restore(restore));
+  KVASIR_RETURN_IF_ERROR(CarryOutBlocks(plan));
   step.rows.clear();
   step.works.clear();
   KVASIR_ASSIGN_OR_RETURN(const bool missing, AnyRankMisses(plan, step.reply));
@@ -247,17 +238,6 @@ absl::StatusOr<bool> Engine::AnyRankMisses(const v1::StepPlan& plan, v1::StepRep
   float misses = static_cast<float>(reply.missing_blocks_size());
   if (reuses) KVASIR_RETURN_IF_ERROR(collective_.AllReduceSum(absl::MakeSpan(&misses, 1)));
   return misses > 0;
-}
-
-// A block that is no longer stored is answered like one that cannot be read.
-absl::Status Engine::Restore(const v1::BlockRestore& restore) {
-  const absl::Status started = slots_->Restore(restore);
-  if (absl::IsInternal(started)) return started;
-  if (!started.ok()) {
-    const kernels::BlockId id(static_cast<int64_t>(restore.block_id()));
-    AddRestored({.id = id, .status = started}, tier_report_);
-  }
-  return absl::OkStatus();
 }
 
 absl::Status Engine::StartSequences(const v1::StepPlan& plan) {
@@ -428,16 +408,6 @@ void Engine::FailCorruptSequences() {
 }
 
 // ---- the tier below
-
-v1::TierReport Engine::TakeTierReport() {
-  v1::TierReport report = std::exchange(tier_report_, {});
-  for (const kvstore::RestoredBlock& restored : store_->TakeRestored()) {
-    AddRestored(restored, report);
-  }
-  for (const kvstore::ErasedBlocks& erased : store_->TakeErased()) AddErased(erased, report);
-  AddChanges(store_->TakeStoredChanges(), report);
-  return report;
-}
 
 void Engine::FillReply(const EngineStep& step, v1::StepReply& reply) const {
   FillResults(step, *slots_, reply);

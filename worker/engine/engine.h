@@ -129,10 +129,13 @@ class Engine {
   bool AnyNeedsKeyCodes() const;
   absl::Status CheckPlan(const v1::StepPlan& plan) const;
   absl::Status CarryOut(const v1::StepPlan& plan, EngineStep& step);
+  // Carries out the fields of the plan before starts.
+  absl::Status CarryOutBlocks(const v1::StepPlan& plan);
   // Fills the reply's missing_blocks. Returns true when some rank misses a block: nothing is
   // computed then.
   absl::StatusOr<bool> AnyRankMisses(const v1::StepPlan& plan, v1::StepReply& reply);
   absl::Status Restore(const v1::BlockRestore& restore);
+  absl::Status Import(const v1::BlockImport& import);
   absl::Status StartSequences(const v1::StepPlan& plan);
   absl::Status PrepareRows(const v1::StepPlan& plan, EngineStep& step,
                            std::vector<Truncation>& truncations);

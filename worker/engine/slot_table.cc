@@ -197,6 +197,24 @@ absl::Status SlotTable::Erase(const v1::Erase& erase) {
   return absl::OkStatus();
 }
 
+absl::Status SlotTable::Import(const v1::BlockImport& block) {
+  if (block.tokens_size() != kPageTokens) {
+    return BadPlan("imports block ", block.block_id(), " with ", block.tokens_size(),
+                   " tokens instead of ", kPageTokens);
+  }
+  kvstore::BlockIdentity identity;
+  KVASIR_RETURN_IF_ERROR(ParseHash(block.block_id(), block.prefix_hash(), identity.hash));
+  KVASIR_RETURN_IF_ERROR(ParseHash(block.block_id(), block.owner(), identity.owner));
+  std::copy(block.tokens().begin(), block.tokens().end(), identity.tokens.begin());
+  std::vector<kvstore::HeadPart> parts;
+  for (const v1::HeadExtent& part : block.heads()) {
+    const auto* bytes = reinterpret_cast<const std::byte*>(part.extent().data());
+    parts.push_back({.head = part.head(), .extent = {bytes, part.extent().size()}});
+  }
+  const absl::Status made = store_.Import(ToBlockId(block.block_id()), identity, parts);
+  return absl::IsAlreadyExists(made) ? BadPlan(made.ToString()) : made;
+}
+
 absl::Status SlotTable::PinDisk(const v1::StepPlan& plan) {
   KVASIR_ASSIGN_OR_RETURN(const auto unpins, ParseHashes(plan.disk_unpins()));
   KVASIR_ASSIGN_OR_RETURN(const auto pins, ParseHashes(plan.disk_pins()));

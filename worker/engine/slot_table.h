@@ -60,6 +60,11 @@ class SlotTable {
   absl::Status Free(uint32_t slot);
   absl::Status Persist(const v1::BlockPersist& persist);
   absl::Status Erase(const v1::Erase& erase);
+  void Export(const v1::BlockExport& block) {
+    store_.Export(block.id(), kernels::BlockId(static_cast<int64_t>(block.block_id())));
+  }
+  // Returns the store's status, or an error if the plan is wrong.
+  absl::Status Import(const v1::BlockImport& block);
   absl::Status PinDisk(const v1::StepPlan& plan);
   void Drop(kernels::BlockId block) { store_.Drop(block); }
   // Returns the store's status, or an error if the plan is wrong.

@@ -47,6 +47,18 @@ void AddErased(const kvstore::ErasedBlocks& erased, v1::TierReport& report) {
   message.set_error_message(std::string(erased.status.message()));
 }
 
+void AddExported(const kvstore::ExportedBlock& exported, v1::TierReport& report) {
+  v1::ExportedBlock& message = *report.add_exported();
+  message.set_id(exported.ticket);
+  message.set_error_code(static_cast<int32_t>(exported.status.code()));
+  message.set_error_message(std::string(exported.status.message()));
+  for (const kvstore::ExportedBlock::Part& part : exported.parts) {
+    v1::HeadExtent& head = *message.add_heads();
+    head.set_head(static_cast<uint32_t>(part.head));
+    head.set_extent(part.extent.data(), part.extent.size());
+  }
+}
+
 void AddChanges(const kvstore::StoredChanges& changes, v1::TierReport& report) {
   for (const kvstore::StoredBlock& block : changes.stored) AddStored(block, report);
   for (const kvstore::PrefixHash& hash : changes.forgotten) {

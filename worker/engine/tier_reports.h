@@ -16,6 +16,7 @@ std::vector<v1::TierReport> ReportsOf(absl::Span<const kvstore::StoredBlock> inv
 
 void AddRestored(const kvstore::RestoredBlock& restored, v1::TierReport& report);
 void AddErased(const kvstore::ErasedBlocks& erased, v1::TierReport& report);
+void AddExported(const kvstore::ExportedBlock& exported, v1::TierReport& report);
 void AddChanges(const kvstore::StoredChanges& changes, v1::TierReport& report);
 
 v1::TierUsage UsageOf(const kvstore::KvStoreStats& stats);
