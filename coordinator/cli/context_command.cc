@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
 #include <fstream>
 #include <iostream>
 #include <memory>
@@ -20,6 +19,7 @@
 #include "coordinator/cli/check_text.h"
 #include "coordinator/cli/progress_bar.h"
 #include "coordinator/contexts/part_frames.h"
+#include "coordinator/files/draft_file.h"
 #include "coordinator/request/status_json.h"
 #include "kernels/base/status_macros.h"
 #include "proto/finish_numbers.h"
@@ -265,24 +265,19 @@ absl::Status Export(const ContextRun& run) {
   v1::ExportContextRequest request;
   request.set_name(run.config.name());
   request.set_tenant_id(run.config.tenant());
-  std::ofstream file(run.config.file(), std::ios::binary | std::ios::trunc);
-  if (!file.is_open()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--file '", run.config.file(), "' cannot be written"));
-  }
+  KVASIR_ASSIGN_OR_RETURN(DraftFile file,
+                          DraftFile::Create(run.config.file(), DraftFile::Readers::kOwner));
   grpc::ClientContext context;
   SetTimeout(run.deadline - absl::Now(), context);
   const auto stream = run.stub.Export(&context, request);
   v1::ContextPart part;
-  while (stream->Read(&part) && file.good()) file << FrameOf(part);
-  if (!file.good()) context.TryCancel();
+  absl::Status written;
+  while (written.ok() && stream->Read(&part)) written = file.Write(FrameOf(part));
+  if (!written.ok()) context.TryCancel();
   const absl::Status ended = proto::FromGrpcStatus(stream->Finish());
-  file.close();
-  if (file.good() && ended.ok()) return absl::OkStatus();
-  std::remove(run.config.file().c_str());
-  return file.good() ? ended
-                     : absl::UnavailableError(absl::StrCat("--file ", run.config.file(),
-                                                           " cannot be written to its end"));
+  KVASIR_RETURN_IF_ERROR(written);
+  KVASIR_RETURN_IF_ERROR(ended);
+  return file.MoveToPlace();
 }
 
 absl::Status Import(const ContextRun& run) {

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <fstream>
 #include <initializer_list>
 #include <memory>
 #include <pthread.h>
@@ -20,6 +19,7 @@
 
 #include "coordinator/cli/local_gpus.h"
 #include "coordinator/cli/local_workers.h"
+#include "coordinator/files/draft_file.h"
 #include "coordinator/group/leader_worker_set.h"
 #include "coordinator/server.h"
 #include "kernels/base/cpu_isa.h"
@@ -121,24 +121,24 @@ std::string MetricsAddress(const v1::ServeConfig& config, const Server& server) 
   return absl::StrCat(config.endpoint().host(), ":", server.metrics_port());
 }
 
-// Writes the file under another name first, so that nobody reads half of it.
 absl::Status WriteReadyFile(const v1::ServeConfig& config, const Server& server) {
-  const std::string& path = config.ready_file();
-  if (path.empty()) return absl::OkStatus();
-  const std::string draft = absl::StrCat(path, ".new");
-  std::ofstream file(draft);
-  file << "grpc: " << GrpcAddress(config, server) << "\n"
-       << "http: " << HttpAddress(config, server) << "\n"
-       << "metrics: " << MetricsAddress(config, server) << "\n";
+  if (config.ready_file().empty()) return absl::OkStatus();
+  std::string text = absl::StrCat("grpc: ", GrpcAddress(config, server), "\n",
+                                  "http: ", HttpAddress(config, server), "\n",
+                                  "metrics: ", MetricsAddress(config, server), "\n");
   const std::vector<std::string> workers = server.worker_metrics_addresses();
   for (size_t rank = 0; rank < workers.size(); ++rank) {
-    file << "worker-" << rank << ": " << workers[rank] << "\n";
+    absl::StrAppend(&text, "worker-", rank, ": ", workers[rank], "\n");
   }
-  file.close();
-  if (!file || std::rename(draft.c_str(), path.c_str()) != 0) {
-    return absl::InvalidArgumentError(absl::StrCat("--ready-file ", path, " cannot be written"));
-  }
-  return absl::OkStatus();
+  const auto write = [&]() -> absl::Status {
+    KVASIR_ASSIGN_OR_RETURN(DraftFile file,
+                            DraftFile::Create(config.ready_file(), DraftFile::Readers::kAll));
+    KVASIR_RETURN_IF_ERROR(file.Write(text));
+    return file.MoveToPlace();
+  };
+  const absl::Status written = write();
+  if (written.ok()) return written;
+  return absl::InvalidArgumentError(absl::StrCat("--ready-file ", written.message()));
 }
 
 // Removes the ready file: that of a server that has ended, or is not ready yet, misleads its

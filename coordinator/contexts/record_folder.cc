@@ -14,58 +14,45 @@
 #include "absl/strings/str_cat.h"
 #include "spdlog/spdlog.h"
 
+#include "coordinator/files/draft_file.h"
+#include "coordinator/security/sha256.h"
 #include "kernels/base/status_macros.h"
-#include "openssl/sha.h"
 #include "proto/text_file.h"
 
 namespace kvasir::coordinator {
 namespace {
 
 constexpr absl::string_view kMagic = "KVCTX001";
-constexpr size_t kHeadBytes = kMagic.size() + SHA256_DIGEST_LENGTH;
+constexpr size_t kHeadBytes = kMagic.size() + kSha256Bytes;
 constexpr absl::string_view kSuffix = ".context";
-
-std::string Sha256(absl::string_view bytes) {
-  std::string hash(SHA256_DIGEST_LENGTH, '\0');
-  SHA256(reinterpret_cast<const unsigned char*>(bytes.data()), bytes.size(),
-         reinterpret_cast<unsigned char*>(hash.data()));
-  return hash;
-}
 
 absl::Status Failed(absl::string_view what, const std::string& path) {
   return absl::UnavailableError(
       absl::StrCat("contexts: ", path, " cannot be ", what, ": ", std::strerror(errno)));
 }
 
-class OpenFile {
- public:
-  OpenFile(const std::string& path, int flags) : fd_(open(path.c_str(), flags | O_CLOEXEC, 0600)) {}
-  OpenFile(const OpenFile&) = delete;
-  OpenFile& operator=(const OpenFile&) = delete;
-  ~OpenFile() {
-    if (fd_ >= 0) close(fd_);
-  }
+absl::Status Prefixed(const absl::Status& status) {
+  if (status.ok()) return status;
+  return absl::Status(status.code(), absl::StrCat("contexts: ", status.message()));
+}
 
-  bool ok() const { return fd_ >= 0; }
-  int fd() const { return fd_; }
-  bool Write(absl::string_view bytes) const {
-    while (!bytes.empty()) {
-      const ssize_t written = write(fd_, bytes.data(), bytes.size());
-      if (written < 0 && errno == EINTR) continue;
-      if (written <= 0) return false;
-      bytes.remove_prefix(static_cast<size_t>(written));
-    }
-    return fsync(fd_) == 0;
+// Overwrites a file with zeros, durably.
+bool Wipe(int fd, int64_t bytes) {
+  const std::string zeros(size_t{1} << 16, '\0');
+  for (int64_t at = 0; at < bytes;) {
+    const int64_t part = std::min<int64_t>(bytes - at, std::ssize(zeros));
+    const ssize_t written = pwrite(fd, zeros.data(), static_cast<size_t>(part), at);
+    if (written < 0 && errno == EINTR) continue;
+    if (written <= 0) return false;
+    at += written;
   }
-
- private:
-  const int fd_;
-};
+  return fsync(fd) == 0;
+}
 
 absl::StatusOr<v1::ContextRecord> Parse(absl::string_view bytes) {
   v1::ContextRecord record;
   if (bytes.size() >= kHeadBytes && bytes.substr(0, kMagic.size()) == kMagic &&
-      bytes.substr(kMagic.size(), SHA256_DIGEST_LENGTH) == Sha256(bytes.substr(kHeadBytes)) &&
+      bytes.substr(kMagic.size(), kSha256Bytes) == Sha256(bytes.substr(kHeadBytes)) &&
       record.ParseFromArray(bytes.data() + kHeadBytes,
                             static_cast<int>(bytes.size() - kHeadBytes))) {
     return record;
@@ -101,16 +88,16 @@ std::string RecordFolder::PathOf(const std::string& tenant, const std::string& n
   return absl::StrCat(path_, "/", absl::BytesToHexString(hash), kSuffix);
 }
 
-absl::Status RecordFolder::SyncFolder() const {
-  const OpenFile folder(path_, O_RDONLY | O_DIRECTORY);
-  return folder.ok() && fsync(folder.fd()) == 0 ? absl::OkStatus() : Failed("synced", path_);
-}
-
 std::vector<v1::ContextRecord> RecordFolder::Load() const {
   std::vector<v1::ContextRecord> records;
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator(path_, error)) {
     const std::string path = entry.path().string();
+    if (absl::EndsWith(path, DraftFile::DraftOf(std::string(kSuffix)))) {
+      int64_t bytes = 0;
+      const absl::Status erased = EraseFile(path, bytes);
+      if (!erased.ok()) spdlog::warn("{}", std::string(erased.message()));
+    }
     if (!absl::EndsWith(path, kSuffix)) continue;
     const absl::StatusOr<std::string> bytes = proto::ReadTextFile("contexts:", path);
     absl::StatusOr<v1::ContextRecord> record = bytes.ok() ? Parse(*bytes) : bytes.status();
@@ -124,35 +111,34 @@ std::vector<v1::ContextRecord> RecordFolder::Load() const {
 }
 
 absl::Status RecordFolder::Save(const v1::ContextRecord& record) const {
-  const std::string path = PathOf(record.tenant(), record.name());
-  const std::string beside = path + ".new";
   const std::string payload = record.SerializeAsString();
   KVASIR_RETURN_IF_ERROR(MakeFolder());
-  {
-    const OpenFile file(beside, O_WRONLY | O_CREAT | O_TRUNC);
-    if (!file.ok() || !file.Write(absl::StrCat(kMagic, Sha256(payload), payload))) {
-      const absl::Status failed = Failed("written", beside);
-      unlink(beside.c_str());
-      return failed;
-    }
-  }
-  if (rename(beside.c_str(), path.c_str()) != 0) return Failed("moved to its place", beside);
-  return SyncFolder();
+  const auto save = [&]() -> absl::Status {
+    KVASIR_ASSIGN_OR_RETURN(
+        DraftFile file,
+        DraftFile::Create(PathOf(record.tenant(), record.name()), DraftFile::Readers::kOwner));
+    KVASIR_RETURN_IF_ERROR(file.Write(absl::StrCat(kMagic, Sha256(payload), payload)));
+    return file.MoveToPlace();
+  };
+  return Prefixed(save());
 }
 
 absl::Status RecordFolder::Erase(const std::string& tenant, const std::string& name,
                                  int64_t& bytes) const {
-  const std::string path = PathOf(tenant, name);
-  const OpenFile file(path, O_WRONLY);
-  if (!file.ok()) return errno == ENOENT ? absl::OkStatus() : Failed("opened", path);
+  return EraseFile(PathOf(tenant, name), bytes);
+}
+
+absl::Status RecordFolder::EraseFile(const std::string& path, int64_t& bytes) const {
+  const int fd = open(path.c_str(), O_WRONLY | O_CLOEXEC);
+  if (fd < 0) return errno == ENOENT ? absl::OkStatus() : Failed("opened", path);
   struct stat found = {};
-  if (fstat(file.fd(), &found) != 0) return Failed("read", path);
-  if (!file.Write(std::string(static_cast<size_t>(found.st_size), '\0'))) {
-    return Failed("overwritten", path);
-  }
+  const bool is_wiped = fstat(fd, &found) == 0 && Wipe(fd, found.st_size);
+  const absl::Status failed = is_wiped ? absl::OkStatus() : Failed("overwritten", path);
+  close(fd);
+  KVASIR_RETURN_IF_ERROR(failed);
   if (unlink(path.c_str()) != 0) return Failed("removed", path);
   bytes += found.st_size;
-  return SyncFolder();
+  return Prefixed(SyncFolder(path_));
 }
 
 }  // namespace kvasir::coordinator

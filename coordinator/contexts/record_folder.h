@@ -23,7 +23,8 @@ class RecordFolder {
   // contexts leaves no trace. UNAVAILABLE when it cannot be made, or written.
   static absl::StatusOr<RecordFolder> Open(std::string path);
 
-  // Returns all records. Damaged files are left out, and named in the log.
+  // Returns all records. Damaged files are left out, and named in the log. What a process that
+  // ended was writing is erased.
   std::vector<v1::ContextRecord> Load() const;
   // Replaces the record of the same tenant and name. It is durable when this returns OK;
   // UNAVAILABLE otherwise.
@@ -35,8 +36,8 @@ class RecordFolder {
  private:
   explicit RecordFolder(std::string path) : path_(std::move(path)) {}
   absl::Status MakeFolder() const;
+  absl::Status EraseFile(const std::string& path, int64_t& bytes) const;
   std::string PathOf(const std::string& tenant, const std::string& name) const;
-  absl::Status SyncFolder() const;
 
   std::string path_;
 };

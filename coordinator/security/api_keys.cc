@@ -9,9 +9,9 @@
 #include "spdlog/spdlog.h"
 
 #include "coordinator/security/api_keys_file.h"
+#include "coordinator/security/sha256.h"
 #include "kernels/base/status_macros.h"
 #include "openssl/crypto.h"
-#include "openssl/sha.h"
 #include "proto/process/named_thread.h"
 
 namespace kvasir::coordinator {
@@ -95,12 +95,11 @@ absl::StatusOr<std::shared_ptr<const Caller>> ApiKeys::Authenticate(
     return unknown;
   }
   const absl::string_view key = absl::StripAsciiWhitespace(authorization.substr(kScheme.size()));
-  unsigned char hash[SHA256_DIGEST_LENGTH];
-  SHA256(reinterpret_cast<const unsigned char*>(key.data()), key.size(), hash);
+  const std::string hash = Sha256(key);
   std::shared_ptr<const Caller> found;
   MutexLock lock(mu_);
   for (const Key& known : keys_) {
-    if (CRYPTO_memcmp(known.sha256.data(), hash, sizeof(hash)) == 0) found = known.caller;
+    if (CRYPTO_memcmp(known.sha256.data(), hash.data(), kSha256Bytes) == 0) found = known.caller;
   }
   if (found == nullptr) return unknown;
   return found;

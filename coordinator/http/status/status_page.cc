@@ -1,13 +1,12 @@
 #include "coordinator/http/status/status_page.h"
 
-#include <array>
 #include <string>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 
+#include "coordinator/security/sha256.h"
 #include "kernels/base/status_macros.h"
-#include "openssl/sha.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -23,10 +22,7 @@ absl::string_view ContentOf(absl::string_view name, absl::string_view page) {
 
 // Returns the source by which a Content-Security-Policy allows exactly this text.
 std::string HashSource(absl::string_view text) {
-  std::array<unsigned char, SHA256_DIGEST_LENGTH> hash;
-  SHA256(reinterpret_cast<const unsigned char*>(text.data()), text.size(), hash.data());
-  const absl::string_view bytes(reinterpret_cast<const char*>(hash.data()), hash.size());
-  return absl::StrCat("'sha256-", absl::Base64Escape(bytes), "'");
+  return absl::StrCat("'sha256-", absl::Base64Escape(Sha256(text)), "'");
 }
 
 }  // namespace
