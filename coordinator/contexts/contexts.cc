@@ -79,6 +79,7 @@ void Contexts::Load() {
       const absl::Duration left = absl::FromUnixMillis(pin.expires_at_unix_ms()) - absl::Now();
       if (left <= absl::ZeroDuration()) continue;
       entry.pins[pin.tier()] = {.expires = After(clock_.Now(), left),
+                                .recorded = After(clock_.Now(), left),
                                 .ttl = absl::Milliseconds(pin.ttl_ms()),
                                 .refresh = pin.refresh_on_hit(),
                                 .blocks = {.granted = pin.granted_blocks()}};
@@ -324,7 +325,11 @@ absl::StatusOr<std::shared_ptr<const NamedContext>> Contexts::Use(const std::str
   KVASIR_ASSIGN_OR_RETURN(const Entry* found, FindEntry(tenant, name));
   Entry& entry = *EntryOf(*found->context);
   for (auto& [tier, pin] : entry.pins) {
-    if (pin.refresh) pin.expires = After(clock_.Now(), pin.ttl);
+    if (!pin.refresh) continue;
+    pin.expires = After(clock_.Now(), pin.ttl);
+    if (Between(pin.recorded, pin.expires) < pin.ttl / 2) continue;
+    entry.is_unsaved = true;  // not each time: records are files
+    changed_.NotifyAll();
   }
   return entry.context;
 }

@@ -124,6 +124,7 @@ class Contexts {
   using Key = std::pair<std::string, std::string>;  // tenant, name
   struct PinState {
     TimePoint expires = {};
+    TimePoint recorded = {};  // `expires` as the record has it
     absl::Duration ttl = {};
     bool refresh = false;
     PinnedBlocks blocks = {};
@@ -136,7 +137,8 @@ class Contexts {
     int64_t processed_tokens = 0;
     std::optional<google::protobuf::Duration> eta = {};  // until it is read
     std::map<v1::Tier, PinState> pins = {};
-    bool is_unsaved = false;  // its record is older than it
+    std::map<v1::Tier, int64_t> ordered_blocks = {};  // of pins that the engine has not answered
+    bool is_unsaved = false;                          // its record is older than it
   };
   // A pin that is asked for.
   struct PinOrder {
@@ -194,9 +196,11 @@ class Contexts {
 
   absl::StatusOr<PinOrder> OrderOf(const v1::PinContextRequest& request, const ContextCaller& by)
       EXCLUDES(mu_);
-  // Number of blocks that the tenant may still pin in the tier, beside those of `context`.
+  // Number of blocks that the tenant, or all tenants of the caller's key, may still pin in the
+  // tier, beside those of `context`.
   int64_t Quota(const NamedContext& context, v1::Tier tier, const Caller* caller,
                 int64_t block_bytes) const REQUIRES(mu_);
+  void OnAnswered(const PinOrder& order) EXCLUDES(mu_);
   v1::ContextHint OnPinned(const PinOrder& order, const PinnedBlocks& blocks) EXCLUDES(mu_);
   // Returns what is evicted: a prefix as a context without a name, or a context that is not read
   // any more.

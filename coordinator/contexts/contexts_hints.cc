@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 
@@ -45,12 +46,13 @@ void Contexts::Pin(const v1::PinContextRequest& request, const ContextCaller& by
                    Done<v1::ContextHint> done) {
   const absl::StatusOr<PinOrder> order = OrderOf(request, by);
   if (!order.ok()) return done(order.status());
-  if (order->most_blocks == 0) {
+  if (order->most_blocks == 0 && BlocksOf(*order->context) > 0) {
     return done(Hint(*order->context, order->tier, v1::HINT_OUTCOME_REJECTED,
                      "the tenant has pinned as much in this tier as it may"));
   }
   engine_->Pin(order->context, order->tier, order->most_blocks,
                [this, order = *order, done](const absl::StatusOr<PinnedBlocks>& pinned) {
+                 OnAnswered(order);
                  if (!pinned.ok()) return done(pinned.status());
                  done(OnPinned(order, *pinned));
                });
@@ -68,8 +70,17 @@ absl::StatusOr<Contexts::PinOrder> Contexts::OrderOf(const v1::PinContextRequest
   MutexLock lock(mu_);
   KVASIR_ASSIGN_OR_RETURN(const Entry* entry, FindEntry(by.tenant, request.name()));
   order.context = entry->context;
-  order.most_blocks = Quota(*order.context, order.tier, by.caller.get(), BlockBytesOf(group));
+  order.most_blocks =
+      std::min(BlocksOf(*order.context),
+               Quota(*order.context, order.tier, by.caller.get(), BlockBytesOf(group)));
+  EntryOf(*order.context)->ordered_blocks[order.tier] += order.most_blocks;
   return order;
+}
+
+void Contexts::OnAnswered(const PinOrder& order) {
+  MutexLock lock(mu_);
+  Entry* const entry = EntryOf(*order.context);
+  if (entry != nullptr) entry->ordered_blocks[order.tier] -= order.most_blocks;
 }
 
 int64_t Contexts::Quota(const NamedContext& context, v1::Tier tier, const Caller* caller,
@@ -82,12 +93,16 @@ int64_t Contexts::Quota(const NamedContext& context, v1::Tier tier, const Caller
     if (own > 0) bytes = own;
   }
   if (bytes == 0) return std::numeric_limits<int64_t>::max();
+  const std::string whose = caller != nullptr ? caller->Tenant("") : context.tenant;
+  const std::string parts = absl::StrCat(whose, ":");
   int64_t pinned = 0;
-  for (auto it = entries_.lower_bound({context.tenant, ""});
-       it != entries_.end() && it->first.first == context.tenant; ++it) {
-    const auto pin = it->second.pins.find(tier);
-    const bool is_other = it->second.context.get() != &context;
-    if (is_other && pin != it->second.pins.end()) pinned += pin->second.blocks.granted;
+  for (const auto& [key, entry] : entries_) {
+    const bool is_part = caller != nullptr && absl::StartsWith(key.first, parts);
+    if ((key.first != whose && !is_part) || entry.context.get() == &context) continue;
+    const auto pin = entry.pins.find(tier);
+    const auto ordered = entry.ordered_blocks.find(tier);
+    pinned += std::max(pin == entry.pins.end() ? 0 : pin->second.blocks.granted,
+                       ordered == entry.ordered_blocks.end() ? 0 : ordered->second);
   }
   return std::max<int64_t>(0, bytes / std::max<int64_t>(1, block_bytes) - pinned);
 }
@@ -98,6 +113,10 @@ v1::ContextHint Contexts::OnPinned(const PinOrder& order, const PinnedBlocks& bl
   Entry* const entry = EntryOf(context);
   if (entry == nullptr) {
     to_unpin_.emplace_back(context.number, order.tier);
+    changed_.NotifyAll();
+  }
+  if (entry != nullptr && blocks.granted == 0) {
+    entry->is_unsaved |= entry->pins.erase(order.tier) > 0;  // the engine has ended it
     changed_.NotifyAll();
   }
   if (entry == nullptr || blocks.granted == 0) {
@@ -173,7 +192,7 @@ void Contexts::Unpin(const v1::UnpinContextRequest& request, const ContextCaller
       Entry& entry = *EntryOf(*(*found)->context);
       number = entry.context->number;
       const bool was_pinned = entry.pins.erase(tier) > 0;
-      entry.is_unsaved = was_pinned;
+      entry.is_unsaved |= was_pinned;
       hint = Hint(*entry.context, tier,
                   was_pinned ? v1::HINT_OUTCOME_ACCEPTED : v1::HINT_OUTCOME_REJECTED,
                   was_pinned ? "" : "it is not pinned in this tier");

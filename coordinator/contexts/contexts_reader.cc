@@ -93,7 +93,9 @@ TimePoint Contexts::TakeDue(Work& work) {
       entry.is_unsaved = true;
       pin = entry.pins.erase(pin);
     }
-    if (std::exchange(entry.is_unsaved, false)) work.unsaved.push_back(RecordOf(entry));
+    if (!std::exchange(entry.is_unsaved, false)) continue;
+    work.unsaved.push_back(RecordOf(entry));
+    for (auto& [tier, pin] : entry.pins) pin.recorded = pin.expires;
   }
   return next;
 }
