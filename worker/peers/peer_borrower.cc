@@ -100,6 +100,7 @@ void PeerBorrower::OpenTo(size_t index, const absl::StatusOr<std::string>& addre
     return;
   }
   peer.link = *link;
+  peer.nonces = {};
   peer.state = Peer::State::kGreeting;
   peer.next = Clock::now() + options_.greeting;
   by_link_[*link] = index;
@@ -201,6 +202,10 @@ void PeerBorrower::OnMessage(PeerLink link, const PeerHeader& header,
 }
 
 void PeerBorrower::TakeHello(Peer& peer, absl::string_view body) {
+  if (body.size() != GroupSecret::kNonceBytes || !peer.nonces.worker.empty()) {
+    node_->Close(peer.link, absl::FailedPreconditionError("it does not greet as a lender does"));
+    return;
+  }
   peer.nonces = {.worker = std::string(body), .coordinator = GroupSecret::NewNonce()};
   SendCopy(
       *node_, peer.link, PeerMessage::kProof,
@@ -209,7 +214,9 @@ void PeerBorrower::TakeHello(Peer& peer, absl::string_view body) {
 
 void PeerBorrower::TakeWelcome(Peer& peer, absl::string_view body) {
   const absl::string_view proof = body.substr(0, kProofBytes);
-  if (!options_.secret->Proves(GroupSecret::Side::kLender, peer.nonces, proof)) {
+  // Without a greeting on this link a proof would be that of an earlier one.
+  if (peer.nonces.worker.empty() ||
+      !options_.secret->Proves(GroupSecret::Side::kLender, peer.nonces, proof)) {
     node_->Close(peer.link, absl::UnauthenticatedError(
                                 "it does not prove the secret; give all replicas the same "
                                 "--peer-secret-file"));

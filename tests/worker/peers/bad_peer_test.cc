@@ -116,6 +116,52 @@ class Stranger : public kvstore::PeerHandler {
   const std::unique_ptr<PeerNode> node_;  // last: it calls back
 };
 
+// A lender that greets its first link well, and says the same words to the second at once.
+class Replayer : public kvstore::PeerHandler {
+ public:
+  Replayer(const char* transports, std::shared_ptr<const GroupSecret> secret)
+      : secret_(std::move(secret)),
+        node_(PeerNode::Create({.transports = transports}, *this).value()) {}
+
+  void OnStart(PeerNode& node) override { caller_ = &node; }
+  void OnLink(PeerLink link) override {
+    const bool is_first = ++links_ == 1;
+    nonces_.worker = GroupSecret::NewNonce();
+    SendCopy(*caller_, link, is_first ? PeerMessage::kHello : PeerMessage::kWelcome,
+             is_first ? nonces_.worker : welcome_);
+  }
+  std::optional<absl::Span<std::byte>> PlaceOf(PeerLink, absl::Span<const std::byte>,
+                                               size_t bytes) override {
+    body_.resize(bytes);
+    return absl::MakeSpan(reinterpret_cast<std::byte*>(body_.data()), bytes);
+  }
+  void OnMessage(PeerLink link, absl::Span<const std::byte>, absl::Span<std::byte>) override {
+    nonces_.coordinator = body_.substr(0, 32);
+    welcome_ = Welcome(secret_->Proof(GroupSecret::Side::kLender, nonces_), Format());
+    SendCopy(*caller_, link, PeerMessage::kWelcome, welcome_);
+    link_ = link;
+  }
+  void OnLost(PeerLink, const absl::Status&) override { ++lost_; }
+  void OnTick() override {
+    if (ends_) caller_->Close(link_, absl::UnavailableError("the test ends it"));
+  }
+
+  void EndFirst() { ends_ = true; }
+  int links() const { return links_; }
+  int lost() const { return lost_; }
+  const std::string& address() const { return node_->address(); }
+
+ private:
+  const std::shared_ptr<const GroupSecret> secret_;
+  PeerNode* caller_ = nullptr;
+  GroupSecret::Nonces nonces_;
+  std::string welcome_, body_;
+  PeerLink link_;
+  std::atomic<bool> ends_ = false;
+  std::atomic<int> links_ = 0, lost_ = 0;
+  const std::unique_ptr<PeerNode> node_;  // last: it calls back
+};
+
 class BadPeerTest : public PeerTierTest {
  protected:
   // Asks a lender that answers so, and then a good peer that has the block.
@@ -195,6 +241,16 @@ TEST_P(BadPeerTest, OneThatDoesNotProveTheSecretIsNeverAsked) {
   ASSERT_TRUE(asker.AwaitLinks(1));
   EXPECT_TRUE(asker.Read(2).status.ok());
   EXPECT_EQ(asked, 0);
+}
+
+TEST_P(BadPeerTest, AProofOfAnEarlierLinkProvesNothing) {
+  Replayer replayer(GetParam(), secret_);
+  const Asker asker{.tier = Make(Options({replayer.address()}))};
+  ASSERT_TRUE(Await([&] { return asker.tier->stats().peers.linked == 1; }));
+  replayer.EndFirst();
+  ASSERT_TRUE(Await([&] { return replayer.links() == 2; }));
+  EXPECT_TRUE(Await([&] { return replayer.lost() == 2; }));
+  EXPECT_EQ(asker.tier->stats().peers.linked, 0);
 }
 
 class StrangerTest : public PeerTierTest {
