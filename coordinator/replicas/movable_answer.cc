@@ -126,12 +126,18 @@ bool MovableAnswer::GoOn() {
   Ask(server, std::move(request),
       {.on_response =
            [self = shared_from_this()](v1::GenerateResponse response) {
+             if (response.has_tokens()) self->OnProgressThere();
              self->Remember(response);
              self->client_->Write(std::move(response));
            },
        .on_end =
            [self = shared_from_this()](const absl::Status& status) { self->OnEndThere(status); }});
   return true;
+}
+
+void MovableAnswer::OnProgressThere() {
+  MutexLock lock(mu_);
+  asked_ = 0;
 }
 
 void MovableAnswer::OnEndThere(const absl::Status& status) {

@@ -67,6 +67,7 @@ class MovableAnswer final : public ResponseSink,
   bool Prepare() EXCLUDES(mu_, call_mu_);
   bool GoOn() EXCLUDES(mu_, call_mu_);
   void OnPrepared(const absl::Status& status) EXCLUDES(mu_, call_mu_);
+  void OnProgressThere() EXCLUDES(mu_);
   void OnEndThere(const absl::Status& status) EXCLUDES(mu_, call_mu_);
   // Remembers what the client is told.
   void Remember(const v1::GenerateResponse& response) EXCLUDES(mu_);
@@ -84,7 +85,7 @@ class MovableAnswer final : public ResponseSink,
   bool is_finished_ GUARDED_BY(mu_) = false;  // the client has the end of its answer
   std::function<void(const absl::Status&)> cancel_here_ GUARDED_BY(mu_);
   size_t server_ GUARDED_BY(mu_) = 0;  // the one that was asked last
-  size_t asked_ GUARDED_BY(mu_) = 0;   // number of servers since the last that answered
+  size_t asked_ GUARDED_BY(mu_) = 0;   // number of servers since the last that told a token
 
   // Apart, because a client may leave while it is written to.
   kernels::Mutex call_mu_;

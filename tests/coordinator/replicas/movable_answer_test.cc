@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "grpcpp/server_builder.h"
@@ -38,7 +39,6 @@ class OtherServer final : public v1::Generation::Service {
 
   grpc::Status Generate(grpc::ServerContext* context, const v1::GenerateRequest* request,
                         grpc::ServerWriter<v1::GenerateResponse>* stream) override {
-    int64_t number = 0;
     {
       kernels::MutexLock lock(mu_);
       requests_.push_back(*request);
@@ -46,13 +46,16 @@ class OtherServer final : public v1::Generation::Service {
       if (key != context->client_metadata().end()) {
         authorization_ = std::string(key->second.data(), key->second.size());
       }
-      number = std::ssize(requests_);
     }
     if (refuses) return {grpc::StatusCode::RESOURCE_EXHAUSTED, "the queue is full"};
+    const bool prepares = absl::StartsWith(request->request_id(), "prepare-");
     const auto told = static_cast<uint32_t>(request->resume().token_ids_size());
     for (uint32_t i = told; i < request->sampling().max_tokens(); ++i) {
-      if (number >= 2 && i == breaks_at) return {grpc::StatusCode::UNAVAILABLE, "it breaks"};
-      while (number >= 2 && i == hangs_at) {
+      if (!prepares && i == breaks_at) {
+        if (on_break) on_break();
+        return {grpc::StatusCode::UNAVAILABLE, "it breaks"};
+      }
+      while (!prepares && i == hangs_at) {
         if (context->IsCancelled()) return grpc::Status::CANCELLED;
       }
       v1::GenerateResponse response;
@@ -78,6 +81,7 @@ class OtherServer final : public v1::Generation::Service {
   std::atomic<bool> refuses = false;
   std::atomic<uint32_t> breaks_at = UINT32_MAX;  // index of a token; not while it prepares
   std::atomic<uint32_t> hangs_at = UINT32_MAX;
+  std::function<void()> on_break;
 
  private:
   kernels::Mutex mu_;
@@ -212,6 +216,16 @@ TEST_F(MovableAnswerTest, WhereTheOtherServerFailsTheNextGoesOn) {
   answer_->Move(0);
   ExpectWhole();
   EXPECT_EQ(second_.requests().back().resume().token_ids_size(), 6);
+}
+
+TEST_F(MovableAnswerTest, ServersThatFailOneAfterTheOtherEachGoOn) {
+  first_.breaks_at = 5;
+  second_.breaks_at = 7;
+  second_.on_break = [this] { first_.breaks_at = UINT32_MAX; };
+  Tell();
+  answer_->Move(0);
+  ExpectWhole();
+  EXPECT_EQ(first_.requests().back().resume().token_ids_size(), 7);
 }
 
 TEST_F(MovableAnswerTest, WhereNobodyGoesOnTheClientHearsIt) {
