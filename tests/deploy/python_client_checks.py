@@ -63,6 +63,33 @@ class RealServer(unittest.TestCase):
         self.assertGreater(self.client.generate(prompt, max_tokens=1, tenant_id="python-a").usage.cached_tokens, 0)
         self.assertEqual(self.client.generate(prompt, max_tokens=1, tenant_id="python-b").usage.cached_tokens, 0)
 
+    def test_a_context_is_read_once_and_found_by_its_name(self):
+        document = TEXT + " there was a server" * 60
+        self.client.contexts.create("doc", document, tenant_id="python-c")
+        context = self.client.contexts.wait("doc", tenant_id="python-c")
+        self.assertEqual(context.tokens, len(self.client.tokenize(document)))
+        options = dict(max_tokens=4, temperature=0, tenant_id="python-c")
+        answer = self.client.generate(" that", context="doc", **options)
+        self.assertGreater(answer.usage.cached_tokens, context.tokens - 128)  # the prompt's tail is read anew
+        joined = self.client.tokenize(document) + self.client.tokenize(" that", add_special_tokens=False)
+        self.assertEqual(answer.token_ids, self.client.generate(joined, max_tokens=4, temperature=0).token_ids)
+        pin = self.client.contexts.pin("doc", ttl_s=60, tenant_id="python-c")
+        self.assertEqual(pin.granted_blocks, context.tokens // 64)
+        self.client.contexts.unpin("doc", tenant_id="python-c")
+        self.assertEqual([found.name for found in self.client.contexts.list(tenant_id="python-c")], ["doc"])
+        self.assertEqual(self.client.contexts.list(), [])
+
+        async def go_on():
+            async with kvasir.AsyncClient(ADDRESS) as client:
+                self.assertEqual((await client.contexts.get("doc", tenant_id="python-c")).tokens, context.tokens)
+                again = await client.generate(" that", context="doc", **options)
+                await client.contexts.delete("doc", tenant_id="python-c")
+                return again.token_ids
+        self.assertEqual(asyncio.run(go_on()), answer.token_ids)
+        with self.assertRaises(kvasir.KvasirError) as raised:
+            self.client.contexts.wait("doc", tenant_id="python-c")
+        self.assertEqual(raised.exception.code, grpc.StatusCode.NOT_FOUND)
+
     def test_leaving_a_stream_cancels_the_request(self):
         stream = self.client.stream(TEXT, max_tokens=4000, ignore_eos=True)
         next(stream)

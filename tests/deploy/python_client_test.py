@@ -89,7 +89,7 @@ class PythonClient(unittest.TestCase):
 
     def test_snippets_of_the_readme_run(self):
         snippets = re.findall(r"```python\n(.*?)```", (SOURCE / "README.md").read_text(), re.S)
-        self.assertEqual(2, len(snippets))
+        self.assertEqual(3, len(snippets))
         for snippet in snippets:
             said = self.run_python("-c", snippet.replace("127.0.0.1:50051", self.service.address))
             self.assertGreater(len(said), 20)

@@ -8,6 +8,7 @@ import grpc
 import grpc.aio
 
 from .client import CHANNEL_OPTIONS
+from .contexts import AsyncContexts
 from .errors import KvasirError, from_grpc
 from .messages import Answer, Assembler, Event, ModelInfo, Text, model_info
 from .options import Policy, Prompt, Retry, channel_credentials, make_request
@@ -25,6 +26,7 @@ class AsyncClient:
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
         self._metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
         self._retry = retry
+        self.contexts = AsyncContexts(self._channel, self._call)
 
     async def stream(self, prompt: Prompt, *, policy: Union[str, Policy] = "", timeout_s: float = 3600,
                      **options: Any) -> AsyncIterator[Event]:

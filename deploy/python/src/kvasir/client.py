@@ -5,6 +5,7 @@ from typing import Any, Callable, Iterator, List, Optional, TypeVar, Union
 
 import grpc
 
+from .contexts import Contexts
 from .errors import KvasirError, from_grpc
 from .messages import Answer, Assembler, Event, ModelInfo, Text, model_info
 from .options import Policy, Prompt, Retry, channel_credentials, make_request
@@ -26,12 +27,14 @@ class Client:
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
         self._metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
         self._retry = retry
+        self.contexts = Contexts(self._channel, self._call)
 
     def stream(self, prompt: Prompt, *, policy: Union[str, Policy] = "", timeout_s: float = 3600, **options: Any) -> Iterator[Event]:
         """Yields Progress while the prompt is read, Text for each piece of the answer, and at last the Answer.
 
-        `options`: stop, logit_bias, request_id, tenant_id, parse_special_tokens, and the fields of SamplingParams
-        (max_tokens, temperature, seed, ...). Closing the iterator cancels the request.
+        `options`: context (the name of one, whose tokens precede the prompt), stop, logit_bias, request_id, tenant_id,
+        parse_special_tokens, and the fields of SamplingParams (max_tokens, temperature, seed, ...). Closing the iterator
+        cancels the request.
         """
         request = make_request(prompt, policy, **options)
         deadline = time.monotonic() + timeout_s

@@ -46,15 +46,26 @@ class Retry:
 NO_RETRY = Retry(attempts=1)
 
 
-def make_request(prompt: Prompt, policy: Union[str, Policy], *, request_id: str = "", tenant_id: str = "",
-                 parse_special_tokens: bool = False, add_special_tokens: bool = True, stop: Union[str, Sequence[str]] = (),
+def policy_choice(policy: Union[str, Policy]) -> sparsity_pb2.PolicyChoice:
+    chosen = Policy(policy) if isinstance(policy, str) else policy
+    choice = sparsity_pb2.PolicyChoice(name=chosen.name)
+    if chosen.prefill:
+        choice.prefill_overrides.CopyFrom(sparsity_pb2.AttentionPolicy(**chosen.prefill))
+    if chosen.decode:
+        choice.decode_overrides.CopyFrom(sparsity_pb2.AttentionPolicy(**chosen.decode))
+    return choice
+
+
+def make_request(prompt: Prompt, policy: Union[str, Policy], *, context: str = "", request_id: str = "", tenant_id: str = "",
+                 parse_special_tokens: bool = False, add_special_tokens: Optional[bool] = None, stop: Union[str, Sequence[str]] = (),
                  logit_bias: Optional[Mapping[int, float]] = None, **sampling: Any) -> generation_pb2.GenerateRequest:
-    """`sampling`: fields of SamplingParams. TypeError names a field that there is not."""
-    request = generation_pb2.GenerateRequest(request_id=request_id, tenant_id=tenant_id)
+    """`sampling`: fields of SamplingParams. TypeError names a field that there is not. Special tokens precede the prompt
+    unless a context does, or `add_special_tokens` says otherwise."""
+    request = generation_pb2.GenerateRequest(request_id=request_id, tenant_id=tenant_id, context=context)
     if isinstance(prompt, str):
         request.text = prompt
         request.parse_special_tokens = parse_special_tokens
-        request.add_special_tokens = add_special_tokens
+        request.add_special_tokens = not context if add_special_tokens is None else add_special_tokens
     else:
         request.token_ids.ids.extend(prompt)
     known = generation_pb2.SamplingParams.DESCRIPTOR.fields_by_name
@@ -65,12 +76,7 @@ def make_request(prompt: Prompt, policy: Union[str, Policy], *, request_id: str 
     request.sampling.stop.extend([stop] if isinstance(stop, str) else stop)
     for token, bias in (logit_bias or {}).items():
         request.sampling.logit_bias.add(token_id=token, bias=bias)
-    chosen = Policy(policy) if isinstance(policy, str) else policy
-    request.policy.name = chosen.name
-    if chosen.prefill:
-        request.policy.prefill_overrides.CopyFrom(sparsity_pb2.AttentionPolicy(**chosen.prefill))
-    if chosen.decode:
-        request.policy.decode_overrides.CopyFrom(sparsity_pb2.AttentionPolicy(**chosen.decode))
+    request.policy.CopyFrom(policy_choice(policy))
     return request
 
 
