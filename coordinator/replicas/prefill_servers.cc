@@ -28,11 +28,14 @@ absl::StatusOr<std::unique_ptr<PrefillServers>> PrefillServers::Create(
 void PrefillServers::Read(ElsewhereRequest request, const std::shared_ptr<ClientSink>& client,
                           std::function<void()> on_end) {
   uint64_t id = 0;
+  bool is_stopped = false;
   {
     MutexLock lock(mu_);
+    is_stopped = is_stopped_;
     id = next_++;
-    readings_[id] = {};
+    if (!is_stopped) readings_[id] = {};
   }
+  if (is_stopped) return on_end();
   client->set_on_cancel([this, id](const absl::Status&) { Cancel(id); });
   const size_t server = id % servers_->size();
   const std::string name = request.request.request_id();
@@ -77,6 +80,7 @@ void PrefillServers::Stop() {
   std::vector<uint64_t> ids;
   {
     MutexLock lock(mu_);
+    is_stopped_ = true;
     for (const auto& [id, reading] : readings_) ids.push_back(id);
   }
   for (const uint64_t id : ids) Cancel(id);

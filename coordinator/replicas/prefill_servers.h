@@ -29,10 +29,12 @@ class PrefillServers {
     return prompt_tokens >= min_tokens_ && !request.sampling().has_prompt_logprobs();
   }
   // Has a server read the prompt, which takes as long as computing it. Calls `on_end` once, on any
-  // thread: when it has been read, or cannot be, which is logged, or the client has left.
+  // thread: when it has been read, or cannot be, which is logged, or the client has left; before it
+  // returns after Stop.
   void Read(ElsewhereRequest request, const std::shared_ptr<ClientSink>& client,
             std::function<void()> on_end) EXCLUDES(mu_);
-  // Cancels all of them and waits until they have ended. Called after the last Read.
+  // Cancels all of them and waits until they have ended. A text that was long to tokenize may come
+  // to Read later.
   void Stop() EXCLUDES(mu_);
 
  private:
@@ -45,6 +47,7 @@ class PrefillServers {
 
   kernels::Mutex mu_;
   kernels::CondVar changed_;
+  bool is_stopped_ GUARDED_BY(mu_) = false;
   uint64_t next_ GUARDED_BY(mu_) = 0;  // servers are asked in turn
   struct Reading {
     std::shared_ptr<ReplicaServers::Call> call = nullptr;  // once it is known
