@@ -23,6 +23,9 @@ namespace {
 using kernels::MutexLock;
 
 constexpr absl::Duration kRetry = absl::Seconds(10);
+// A transfer that is slower than this, after a time for free, ends: others wait for it.
+constexpr int64_t kLeastBytesPerSecond = int64_t{256} << 10;
+constexpr absl::Duration kFreeTime = absl::Minutes(2);
 
 // Calls `start` with a function that takes the result, and waits until it was called.
 template <typename Result, typename Start>
@@ -52,6 +55,27 @@ class Exchange {
   ContextEngine& engine_;
   const int64_t number_;
   const absl::StatusOr<int64_t> held_;
+};
+
+// Holds the client of a transfer to the least pace.
+class Pace {
+ public:
+  explicit Pace(const Clock& clock) : clock_(clock), begun_(clock.Now()) {}
+
+  // Called after each part.
+  absl::Status Count(const v1::ContextPart& part) {
+    bytes_ += static_cast<int64_t>(part.ByteSizeLong());
+    const absl::Duration most = kFreeTime + absl::Seconds(bytes_ / kLeastBytesPerSecond);
+    if (Between(begun_, clock_.Now()) <= most) return absl::OkStatus();
+    return absl::DeadlineExceededError(absl::StrCat("the transfer moved ", bytes_, " bytes in ",
+                                                    absl::FormatDuration(most), ", and must move ",
+                                                    kLeastBytesPerSecond, " a second"));
+  }
+
+ private:
+  const Clock& clock_;
+  const TimePoint begun_;
+  int64_t bytes_ = 0;
 };
 
 // The block whose parts a client is sending. Parts come in the order of blocks, and of heads in a
@@ -153,6 +177,7 @@ absl::Status Contexts::ExportBlocks(const std::shared_ptr<const NamedContext>& c
                      " are in the host tier; Prefetch it, and Pin it, first"));
   }
   KVASIR_RETURN_IF_ERROR(CheckUnderWay(*context));
+  Pace pace(clock_);
   v1::ContextPart part;
   v1::ContextHead& head = *part.mutable_head();
   head.mutable_token_ids()->Assign(context->tokens.begin(), context->tokens.end());
@@ -171,6 +196,7 @@ absl::Status Contexts::ExportBlocks(const std::shared_ptr<const NamedContext>& c
       extent.set_head(given.head());
       extent.set_extent(given.extent());
       if (!write(part)) return absl::CancelledError("the client is gone");
+      KVASIR_RETURN_IF_ERROR(pace.Count(part));
     }
   }
   return absl::OkStatus();
@@ -232,6 +258,7 @@ absl::Status Contexts::ImportBlocks(const std::shared_ptr<const NamedContext>& c
   const Exchange exchange(*engine_, context);
   KVASIR_RETURN_IF_ERROR(exchange.held().status());
   KVASIR_RETURN_IF_ERROR(CheckUnderWay(*context));  // who forgets it from now on ends the exchange
+  Pace pace(clock_);
   ArrivingBlock arriving(*exchange.held());
   const auto take = [&]() -> absl::Status {
     if (arriving.heads().empty()) return absl::OkStatus();
@@ -241,6 +268,7 @@ absl::Status Contexts::ImportBlocks(const std::shared_ptr<const NamedContext>& c
   for (;;) {
     KVASIR_ASSIGN_OR_RETURN(std::optional<v1::ContextPart> part, read());
     if (!part.has_value()) break;
+    KVASIR_RETURN_IF_ERROR(pace.Count(*part));
     if (!part->has_extent()) return absl::InvalidArgumentError("a part has no extent");
     v1::ContextExtent& extent = *part->mutable_extent();
     if (arriving.EndsWith(extent)) KVASIR_RETURN_IF_ERROR(take());

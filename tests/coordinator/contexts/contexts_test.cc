@@ -326,6 +326,20 @@ TEST_F(ContextsTransferTest, AStreamWithoutAnEndIsRefused) {
   EXPECT_THAT(engine_.imported, IsEmpty());
 }
 
+TEST_F(ContextsTransferTest, ASlowClientIsCutOff) {
+  for (uint32_t block = 0; block < 2; ++block) {
+    for (uint32_t head = 0; head < 2; ++head) AddExtent(block, head, 20 << 20);
+  }
+  // 80 MiB have 120 s and another 320.
+  engine_.on_import = [this] { clock_.Advance(absl::Seconds(400)); };
+  EXPECT_EQ(Import().status(), absl::OkStatus());
+  ASSERT_EQ(Delete("a"), absl::OkStatus());
+  engine_.on_import = [this] { clock_.Advance(absl::Hours(1)); };
+  const absl::Status slow = Import().status();
+  EXPECT_TRUE(absl::IsDeadlineExceeded(slow)) << slow;
+  EXPECT_EQ(Get("a").name(), "");
+}
+
 TEST_F(ContextsTransferTest, OneAtATime) {
   const auto transfer = contexts_->BeginTransfer();
   ASSERT_EQ(transfer.status(), absl::OkStatus());
