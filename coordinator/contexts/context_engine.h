@@ -27,6 +27,8 @@ struct NamedContext {
   std::vector<int32_t> tokens;
   v1::PolicyChoice policy;
   int64_t created_at_unix_s = 0;
+
+  int64_t num_blocks() const { return std::ssize(tokens) / kBlockTokens; }
 };
 
 class ContextEngine {

@@ -21,15 +21,13 @@ using kernels::MutexLock;
 
 constexpr uint32_t kDefaultTtlSeconds = 3600;
 
-int64_t BlocksOf(const NamedContext& context) { return std::ssize(context.tokens) / kBlockTokens; }
-
 v1::ContextHint Hint(const NamedContext& context, v1::Tier tier, v1::HintOutcome outcome,
                      std::string reason = {}) {
   v1::ContextHint hint;
   hint.set_outcome(outcome);
   hint.set_reason(std::move(reason));
   hint.set_tier(tier);
-  hint.set_blocks(static_cast<uint32_t>(BlocksOf(context)));
+  hint.set_blocks(static_cast<uint32_t>(context.num_blocks()));
   return hint;
 }
 
@@ -46,7 +44,7 @@ void Contexts::Pin(const v1::PinContextRequest& request, const ContextCaller& by
                    Done<v1::ContextHint> done) {
   const absl::StatusOr<PinOrder> order = OrderOf(request, by);
   if (!order.ok()) return done(order.status());
-  if (order->most_blocks == 0 && BlocksOf(*order->context) > 0) {
+  if (order->most_blocks == 0 && order->context->num_blocks() > 0) {
     return done(Hint(*order->context, order->tier, v1::HINT_OUTCOME_REJECTED,
                      "the tenant has pinned as much in this tier as it may"));
   }
@@ -71,7 +69,7 @@ absl::StatusOr<Contexts::PinOrder> Contexts::OrderOf(const v1::PinContextRequest
   KVASIR_ASSIGN_OR_RETURN(const Entry* entry, FindEntry(by.tenant, request.name()));
   order.context = entry->context;
   order.most_blocks =
-      std::min(BlocksOf(*order.context),
+      std::min(order.context->num_blocks(),
                Quota(*order.context, order.tier, by.caller.get(), BlockBytesOf(group)));
   EntryOf(*order.context)->ordered_blocks[order.tier] += order.most_blocks;
   return order;
@@ -121,8 +119,8 @@ v1::ContextHint Contexts::OnPinned(const PinOrder& order, const PinnedBlocks& bl
   }
   if (entry == nullptr || blocks.granted == 0) {
     return Hint(context, order.tier, v1::HINT_OUTCOME_REJECTED,
-                entry == nullptr         ? "the context was deleted"
-                : BlocksOf(context) == 0 ? "it has no whole block of 64 tokens"
+                entry == nullptr            ? "the context was deleted"
+                : context.num_blocks() == 0 ? "it has no whole block of 64 tokens"
                 : order.tier == v1::TIER_DISK
                     ? "the disk tier has no room for it, or there is none (--kv-disk-path)"
                     : "the host tier has no room for it beside the longest context "
@@ -136,7 +134,7 @@ v1::ContextHint Contexts::OnPinned(const PinOrder& order, const PinnedBlocks& bl
   if (!is_there) ReadSoon(*entry);
   changed_.NotifyAll();
   v1::ContextHint hint = Hint(context, order.tier, v1::HINT_OUTCOME_ACCEPTED);
-  if (blocks.granted < BlocksOf(context)) {
+  if (blocks.granted < context.num_blocks()) {
     hint.set_outcome(v1::HINT_OUTCOME_CLIPPED);
     hint.set_reason("there is room for a part of it, by the tier or by the tenant's quota");
   } else if (order.asked == v1::TIER_DEVICE) {
@@ -217,7 +215,7 @@ void Contexts::Prefetch(const v1::PrefetchContextRequest& request, const Context
         v1::ContextHint hint = Hint(*context, v1::TIER_HOST, v1::HINT_OUTCOME_ACCEPTED);
         hint.set_present_blocks(static_cast<uint32_t>(*count));
         hint.set_granted_blocks(hint.blocks());
-        if (*count < BlocksOf(*context)) {
+        if (*count < context->num_blocks()) {
           hint.set_outcome(v1::HINT_OUTCOME_DEFERRED);
           hint.set_reason("it is being brought into the host tier");
           MutexLock lock(mu_);

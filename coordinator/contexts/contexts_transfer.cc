@@ -132,8 +132,6 @@ class ArrivingBlock {
   std::optional<std::pair<uint32_t, uint32_t>> last_;  // block and head of the last part
 };
 
-int64_t BlocksOf(const NamedContext& context) { return std::ssize(context.tokens) / kBlockTokens; }
-
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<const Contexts::Transfer>> Contexts::BeginTransfer() {
@@ -170,7 +168,7 @@ absl::Status Contexts::ExportBlocks(const std::shared_ptr<const NamedContext>& c
   KVASIR_ASSIGN_OR_RETURN(const GroupInfo group, engine_->Group());
   const Exchange exchange(*engine_, context);
   KVASIR_RETURN_IF_ERROR(exchange.held().status());
-  const int64_t blocks = BlocksOf(*context);
+  const int64_t blocks = context->num_blocks();
   if (*exchange.held() < blocks) {
     return absl::FailedPreconditionError(
         absl::StrCat(*exchange.held(), " of ", blocks, " blocks of context ", context->name,
@@ -275,9 +273,9 @@ absl::Status Contexts::ImportBlocks(const std::shared_ptr<const NamedContext>& c
     KVASIR_RETURN_IF_ERROR(arriving.Add(extent));
   }
   KVASIR_RETURN_IF_ERROR(take());
-  if (arriving.block() >= BlocksOf(*context)) return absl::OkStatus();
+  if (arriving.block() >= context->num_blocks()) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat("the parts end after ", arriving.block(), " of ",
-                                                 BlocksOf(*context), " blocks"));
+                                                 context->num_blocks(), " blocks"));
 }
 
 }  // namespace kvasir::coordinator
