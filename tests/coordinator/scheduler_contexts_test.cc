@@ -1,4 +1,4 @@
-// Blocks of contexts: pins in memory and on disk, demotion, erasing.
+// Blocks of contexts: pins in memory and on disk, demotion, erasing, export and import.
 #include <memory>
 #include <string>
 #include <utility>
@@ -168,6 +168,104 @@ TEST_F(SchedulerContextsTest, AnEraseThatTheGroupDoesNotOutliveIsAnError) {
   contexts().Erase({}, [&](const absl::StatusOr<v1::Erased>& sums) { told = sums.status(); });
   scheduler_->GiveUp();
   EXPECT_EQ(told.code(), absl::StatusCode::kUnavailable);
+}
+
+// --- exchange -----------------------------------------------------------------------------------
+
+class SchedulerExchangeTest : public SchedulerContextsTest {
+ protected:
+  SchedulerExchangeTest() { MakeSmall(); }
+
+  ContextExchange& exchange() { return scheduler_->exchange(); }
+  void Import(int64_t context) {
+    told_ = absl::UnknownError("not told");
+    exchange().Import(context, {}, [this](const absl::Status& status) { told_ = status; });
+  }
+  // The rank answers the import of the last plan.
+  void Answer(absl::StatusCode code = absl::StatusCode::kOk) {
+    ASSERT_EQ(plan_.imports_size(), 1);
+    v1::TierReport report;
+    v1::RestoredBlock& restored = *report.add_restored();
+    restored.set_block_id(plan_.imports(0).block_id());
+    restored.set_error_code(static_cast<int32_t>(code));
+    ASSERT_EQ(scheduler_->OnTierReport(0, report, now_), absl::OkStatus());
+    ASSERT_EQ(scheduler_->CheckIntegrity(), absl::OkStatus());
+  }
+
+  const std::vector<int32_t> tokens_of_context_ = Prompt(20 * kBlockTokens, 1);
+  const ContextChain chain_ = Chain(1, tokens_of_context_);
+  absl::Status told_;
+};
+
+TEST_F(SchedulerExchangeTest, AnImportedBlockIsFoundOnceTheRanksHaveIt) {
+  EXPECT_EQ(exchange().Begin(chain_), 0);
+  for (int64_t i = 0; i < 2; ++i) {
+    Import(1);
+    ASSERT_TRUE(Step());
+    const v1::BlockImport& import = plan_.imports(0);
+    EXPECT_EQ(import.tokens(5),
+              static_cast<uint32_t>(tokens_of_context_[static_cast<size_t>(i * kBlockTokens + 5)]));
+    EXPECT_EQ(import.owner().size(), 32u);
+    EXPECT_EQ(contexts().CountInMemory(chain_), i);
+    Answer();
+    EXPECT_EQ(told_, absl::OkStatus());
+    EXPECT_EQ(contexts().CountInMemory(chain_), i + 1);
+  }
+  exchange().End(1);
+  EXPECT_EQ(exchange().Begin(chain_), 2);
+}
+
+TEST_F(SchedulerExchangeTest, ABlockThatARankRefusesIsGone) {
+  exchange().Begin(chain_);
+  Import(1);
+  ASSERT_TRUE(Step());
+  Answer(absl::StatusCode::kDataLoss);
+  EXPECT_TRUE(absl::IsDataLoss(told_)) << told_;
+  EXPECT_EQ(contexts().CountInMemory(chain_), 0);
+  ASSERT_TRUE(Step());
+  EXPECT_EQ(plan_.drop_blocks_size(), 1);
+}
+
+TEST_F(SchedulerExchangeTest, AfterItsEndNothingGoesToTheRanks) {
+  exchange().Begin(chain_);
+  Import(1);
+  exchange().End(1);
+  EXPECT_TRUE(absl::IsAborted(told_)) << told_;
+  if (Step()) {
+    EXPECT_EQ(plan_.imports_size(), 0);
+  }
+  Import(1);
+  EXPECT_TRUE(absl::IsAborted(told_)) << told_;
+}
+
+TEST_F(SchedulerExchangeTest, WhatIsOnItsWayAtTheEndIsNotFound) {
+  exchange().Begin(chain_);
+  Import(1);
+  ASSERT_TRUE(Step());
+  exchange().End(1);
+  Answer();
+  EXPECT_TRUE(absl::IsAborted(told_)) << told_;
+  EXPECT_EQ(contexts().CountInMemory(chain_), 0);
+}
+
+TEST_F(SchedulerExchangeTest, ImportsLeaveRoomForTheLongestSequence) {
+  exchange().Begin(chain_);
+  int64_t imported = 0;
+  for (;; ++imported) {
+    Import(1);
+    if (absl::IsResourceExhausted(told_)) break;
+    ASSERT_TRUE(Step());
+    Answer();
+  }
+  EXPECT_EQ(imported, kHostBlocks - 12);
+}
+
+TEST_F(SchedulerExchangeTest, WhatALostGroupWasAskedIsAnswered) {
+  exchange().Begin(chain_);
+  Import(1);
+  ASSERT_TRUE(Step());
+  scheduler_->GiveUp();
+  EXPECT_TRUE(absl::IsUnavailable(told_)) << told_;
 }
 
 }  // namespace
