@@ -134,19 +134,23 @@ grpc::ServerUnaryReactor* ContextsService::Evict(grpc::CallbackServerContext* co
                      });
 }
 
-// The right to transfer is taken before a thread is, so that at most one thread waits for a client.
+// The right to transfer is taken before a thread is, so that at most one thread waits for a client,
+// and given back before the client hears of the end, and may begin the next one.
 grpc::ServerWriteReactor<v1::ContextPart>* ContextsService::Export(
     grpc::CallbackServerContext* context, const v1::ExportContextRequest* request) {
   connections_.OnMessage(context->peer(), request->ByteSizeLong());
   const std::shared_ptr<ExportStream> stream = ExportStream::Create(*context, client_timeout_);
   const auto begin = [&]() -> absl::Status {
     KVASIR_ASSIGN_OR_RETURN(const auto caller, CallerOf(*context, api_));
-    KVASIR_ASSIGN_OR_RETURN(const auto transfer, contexts_.BeginTransfer());
-    return api_.RunText(kFileWorkBytes, [this, request, stream, caller, transfer] {
-      stream->End(
-          contexts_.Export(*transfer, *request, ContextCallerOf(caller, request->tenant_id()),
-                           [&](const v1::ContextPart& part) { return stream->Write(part); }));
-    });
+    KVASIR_ASSIGN_OR_RETURN(auto transfer, contexts_.BeginTransfer());
+    return api_.RunText(
+        kFileWorkBytes, [this, request, stream, caller, transfer = std::move(transfer)]() mutable {
+          const absl::Status sent =
+              contexts_.Export(*transfer, *request, ContextCallerOf(caller, request->tenant_id()),
+                               [&](const v1::ContextPart& part) { return stream->Write(part); });
+          transfer.reset();
+          stream->End(sent);
+        });
   };
   if (const absl::Status begun = begin(); !begun.ok()) stream->End(begun);
   return stream.get();
@@ -157,9 +161,11 @@ grpc::ServerReadReactor<v1::ImportContextRequest>* ContextsService::Import(
   const std::shared_ptr<ImportStream> stream = ImportStream::Create(*context, client_timeout_);
   const auto begin = [&]() -> absl::Status {
     KVASIR_ASSIGN_OR_RETURN(const auto caller, CallerOf(*context, api_));
-    KVASIR_ASSIGN_OR_RETURN(const auto transfer, contexts_.BeginTransfer());
-    return api_.RunText(kFileWorkBytes, [this, context, response, stream, caller, transfer] {
+    KVASIR_ASSIGN_OR_RETURN(auto transfer, contexts_.BeginTransfer());
+    return api_.RunText(kFileWorkBytes, [this, context, response, stream, caller,
+                                         transfer = std::move(transfer)]() mutable {
       const absl::StatusOr<v1::Context> made = Receive(*transfer, *context, caller, *stream);
+      transfer.reset();
       if (made.ok()) *response = *made;
       stream->End(made.status());
     });

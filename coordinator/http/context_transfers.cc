@@ -54,7 +54,7 @@ class FrameSource final : public StreamSource {
 
 absl::Status SendExport(Contexts& contexts, const std::string& name, const ContextCaller& by,
                         const std::shared_ptr<Exchange>& exchange) {
-  KVASIR_ASSIGN_OR_RETURN(const auto transfer, contexts.BeginTransfer());
+  KVASIR_ASSIGN_OR_RETURN(auto transfer, contexts.BeginTransfer());
   const auto source = std::make_shared<FrameSource>();
   v1::ExportContextRequest request;
   request.set_name(name);
@@ -67,6 +67,7 @@ absl::Status SendExport(Contexts& contexts, const std::string& name, const Conte
         }
         return source->Put(FrameOf(part), *exchange);
       });
+  transfer.reset();  // before the client hears of the end
   if (!began) return sent;
   if (sent.ok()) {
     source->End(*exchange);
