@@ -8,7 +8,6 @@
 #include "spdlog/spdlog.h"
 
 #include "kernels/base/status_macros.h"
-#include "kvstore/on_demand/page_cache.h"
 #include "proto/worker_protocol.h"
 #include "worker/disk.h"
 #include "worker/parallel/gloo_collective.h"
@@ -198,22 +197,6 @@ absl::StatusOr<std::unique_ptr<Collective>> GroupMember::Connect(const v1::Shard
                                  stream.rendezvous());
 }
 
-// Half of the host tier must have room for the pages of one layer of all blocks that may lie on
-// disk alone: with less, answers were found to be wrong (decision 0026).
-absl::Status GroupMember::CheckOnDemand(const EngineOptions& options,
-                                        const kernels::KvLayout& layout) {
-  if (options.on_demand_bytes == 0) return absl::OkStatus();
-  const int64_t pages_of_layer =
-      options.on_demand_bytes / layout.block_bytes() * layout.num_kv_heads;
-  const int64_t layer_bytes = pages_of_layer * kvstore::FrameBytes(layout.page_bytes());
-  if (layer_bytes <= options.kv.host / 2) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(
-      "kv_on_demand_size_gb ", static_cast<double>(options.on_demand_bytes) / 1e9,
-      ": one layer of it takes ", static_cast<double>(layer_bytes) / 1e9,
-      " GB, more than half of kv_host_size_gb ", static_cast<double>(options.kv.host) / 1e9,
-      "; raise kv_host_size_gb, or lower kv_on_demand_size_gb"));
-}
-
 absl::StatusOr<std::unique_ptr<Engine>> GroupMember::MakeEngine(const v1::ShardPlan& plan,
                                                                 Collective& collective,
                                                                 const Progress& progress) {
@@ -241,7 +224,6 @@ absl::StatusOr<std::unique_ptr<Engine>> GroupMember::MakeEngine(const v1::ShardP
       .memory = options_.memory,
       .on_stage = [&](absl::string_view stage) { progress(stage, 0); }};
   const kvstore::KvShard shard = KvShardOf(options, *model_->transformer);
-  KVASIR_RETURN_IF_ERROR(CheckOnDemand(options, shard.layout));
   KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<kvstore::Tier> below, MakeTier(plan, shard));
   return Engine::Create(options, *model_->transformer, collective, std::move(below));
 }

@@ -57,7 +57,6 @@ class GroupMember {
                                                       CoordinatorStream& stream);
   absl::StatusOr<std::unique_ptr<kvstore::Tier>> MakeTier(const v1::ShardPlan& plan,
                                                           const kvstore::KvShard& shard) const;
-  static absl::Status CheckOnDemand(const EngineOptions& options, const kernels::KvLayout& layout);
   absl::StatusOr<std::unique_ptr<Engine>> MakeEngine(const v1::ShardPlan& plan,
                                                      Collective& collective,
                                                      const Progress& progress);

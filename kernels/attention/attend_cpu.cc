@@ -92,7 +92,7 @@ class Row {
         kv_head_(row % p.kv.layout.num_kv_heads),
         header_(p.selection.header(row)),
         group_(p.q.dim(1) / p.kv.layout.num_kv_heads) {
-    for (int64_t g = 0; g < group_; ++g) {
+    for (int64_t i = 0; i < tile_.num_rows * group_; ++i) {
       total_.emplace_back(p.kv.layout.head_dim);
       segment_.emplace_back(p.kv.layout.head_dim);
     }
@@ -100,37 +100,33 @@ class Row {
     steps_.resize(static_cast<size_t>(last_position / kPageTokens + 1));
     const SelectedPages walk(header_, p.selection.list(row), last_position);
     steps_.resize(static_cast<size_t>(ListSteps(walk, std::ssize(steps_), steps_.data())));
-    pages_.resize(steps_.size());
     ending_ = HostBuffer::Allocate(EarlyEnd::MemoryBytes(p, std::ssize(steps_))).value();
   }
 
   void Run() {
-    EarlyEnd end(p_, row_, steps_, ending_.data());
-    for (int64_t r = 0; r < tile_.num_rows; ++r) {
-      for (int64_t g = 0; g < group_; ++g) LoadQuery(r, g);
-      AddPages(r, end);
-      for (int64_t g = 0; g < group_; ++g) Store(r, g);
-    }
+    for (int64_t i = 0; i < tile_.num_rows * group_; ++i) LoadQuery(i);
+    AddPages();
+    for (int64_t i = 0; i < tile_.num_rows * group_; ++i) Store(i);
   }
 
  private:
-  int64_t QRow(int64_t r, int64_t g) const {
-    return (tile_.first_row + r) * p_.q.dim(1) + kv_head_ * group_ + g;
+  // Query i is of head i % group_ of row i / group_ of the tile.
+  int64_t QRow(int64_t i) const {
+    return (tile_.first_row + i / group_) * p_.q.dim(1) + kv_head_ * group_ + i % group_;
   }
+  int64_t Position(int64_t i) const { return tile_.first_position + i / group_; }
 
-  void LoadQuery(int64_t r, int64_t g) {
+  void LoadQuery(int64_t i) {
     const int64_t d = p_.kv.layout.head_dim;
-    const Activation* q = p_.q.As<const Activation>() + QRow(r, g) * d;
-    Query& segment = segment_[static_cast<size_t>(g)];
-    const int64_t position = tile_.first_position + r;
+    const Activation* q = p_.q.As<const Activation>() + QRow(i) * d;
+    Query& segment = segment_[static_cast<size_t>(i)];
+    const int64_t position = Position(i);
     if (p_.grouped.on()) {
       CopyQuery({q, q + d}, position, segment.q);
       CopyQuery({q, q + d}, p_.grouped.FarQuery(position), segment.far_q);
     } else {
       CopyQuery({q, q + d}, QueryPosition(header_, position), segment.q);
     }
-    segment.Reset();
-    total_[static_cast<size_t>(g)].Reset();
   }
   void CopyQuery(std::vector<Activation> query, int64_t position, std::vector<float>& to) const {
     if (p_.rope != nullptr) p_.rope->Rotate(query.data(), p_.q.dtype(), 1, position);
@@ -155,29 +151,33 @@ class Row {
     AddPage<Kv>(p_.kv.layout.head_dim, keys, page.values, mask, p_.scale, q, query);
   }
 
-  // Adds what query r of the tile sees, for all heads of the group.
-  void AddPages(int64_t r, EarlyEnd& end) {
+  // Adds the pages to all queries, one page after the other: a page that was brought from disk may
+  // leave once others were (absent_pages.h).
+  void AddPages() {
+    EarlyEnd end(p_, row_, steps_, ending_.data());
     int64_t segment = -1;
     for (int64_t i = 0; i < std::ssize(steps_);) {
       const PageStep& step = steps_[static_cast<size_t>(i)];
       if (step.segment != segment) CloseSegment();
       segment = step.segment;
-      Page& page = pages_[static_cast<size_t>(i)];
-      if (r == 0) page = Read(step);
-      const int64_t position = tile_.first_position + r;
-      const uint64_t causal = TokenMask(0, position + 1 - step.page * kPageTokens) &
-                              ~BeforeWindow(p_.window_tokens, step.page, position);
-      const uint64_t far = p_.grouped.on() ? p_.grouped.FarMask(step.page, position) : 0;
-      for (Query& query : segment_) {
-        if (page.values == nullptr) continue;
-        const uint64_t mask = step.mask & causal;
-        if (far != 0) Add(page, page.far_keys.data(), mask & far, query.far_q, query);
-        if (~far != 0) Add(page, page.keys(), mask & ~far, query.q, query);
+      const Page page = Read(step);
+      if (page.values != nullptr) {
+        for (int64_t q = 0; q < std::ssize(segment_); ++q) AddToQuery(q, step, page);
       }
       ++i;
       if (!end.never()) i = end.After(Progress(), i);
     }
     CloseSegment();
+  }
+
+  void AddToQuery(int64_t i, const PageStep& step, const Page& page) {
+    Query& query = segment_[static_cast<size_t>(i)];
+    const int64_t position = Position(i);
+    const uint64_t seen = step.mask & TokenMask(0, position + 1 - step.page * kPageTokens) &
+                          ~BeforeWindow(p_.window_tokens, step.page, position);
+    const uint64_t far = p_.grouped.on() ? p_.grouped.FarMask(step.page, position) : 0;
+    if (far != 0) Add(page, page.far_keys.data(), seen & far, query.far_q, query);
+    if (~far != 0) Add(page, page.keys(), seen & ~far, query.q, query);
   }
 
   Page Read(const PageStep& step) {
@@ -212,32 +212,32 @@ class Row {
   }
 
   void CloseSegment() {
-    for (size_t g = 0; g < segment_.size(); ++g) {
-      Merge(total_[g], segment_[g]);
-      segment_[g].Reset();
+    for (size_t i = 0; i < segment_.size(); ++i) {
+      Merge(total_[i], segment_[i]);
+      segment_[i].Reset();
     }
   }
 
   RowProgress Progress() {
     closed_.clear();
     open_.clear();
-    for (size_t g = 0; g < segment_.size(); ++g) {
-      closed_.push_back({.state = total_[g].state, .out = total_[g].out.data()});
-      open_.push_back({.state = segment_[g].state, .out = segment_[g].out.data()});
+    for (size_t i = 0; i < segment_.size(); ++i) {
+      closed_.push_back({.state = total_[i].state, .out = total_[i].out.data()});
+      open_.push_back({.state = segment_[i].state, .out = segment_[i].out.data()});
     }
     return {.closed = closed_, .open = open_};
   }
 
-  void Store(int64_t r, int64_t g) {
+  void Store(int64_t i) {
     const int64_t d = p_.kv.layout.head_dim;
-    const Query& total = total_[static_cast<size_t>(g)];
-    Activation* out = p_.out.As<Activation>() + QRow(r, g) * d;
+    const Query& total = total_[static_cast<size_t>(i)];
+    Activation* out = p_.out.As<Activation>() + QRow(i) * d;
     const float sum = total.state.sum;
-    for (int64_t i = 0; i < d; ++i) {
-      const float x = total.out[static_cast<size_t>(i)];
-      out[i] = static_cast<Activation>(sum == 0 ? 0.0f : x / sum);
+    for (int64_t j = 0; j < d; ++j) {
+      const float x = total.out[static_cast<size_t>(j)];
+      out[j] = static_cast<Activation>(sum == 0 ? 0.0f : x / sum);
     }
-    if (!p_.lse.empty()) p_.lse.As<float>()[QRow(r, g)] = LogSumExp(total.state);
+    if (!p_.lse.empty()) p_.lse.As<float>()[QRow(i)] = LogSumExp(total.state);
   }
 
   const AttendParams& p_;
@@ -247,9 +247,8 @@ class Row {
   const SelectionHeader& header_;
   const int64_t group_;
   std::vector<PageStep> steps_;
-  std::vector<Page> pages_;     // of steps_
-  std::vector<Query> total_;    // [group], closed segments
-  std::vector<Query> segment_;  // [group]
+  std::vector<Query> total_;    // [num_rows * group], closed segments
+  std::vector<Query> segment_;  // [num_rows * group]
   std::vector<PartialOutput> closed_, open_;
   HostBuffer ending_;  // of EarlyEnd
 };

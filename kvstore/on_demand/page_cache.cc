@@ -24,12 +24,13 @@ constexpr size_t kMostReads = 32;
 constexpr int64_t kJudgedGuesses = 512;
 constexpr int64_t kGuessPause = 1024;
 
-}  // namespace
-
+// Returns the bytes of a frame, which hold a page wherever it lies in the disk's units.
 int64_t FrameBytes(int64_t page_bytes) {
   const int64_t units = (page_bytes + kExtentAlignment - 1) / kExtentAlignment;
   return (units + (page_bytes % kExtentAlignment == 0 ? 0 : 1)) * kExtentAlignment;
 }
+
+}  // namespace
 
 absl::StatusOr<std::unique_ptr<PageCache>> PageCache::Create(const Options& options, Tier& below) {
   const int64_t frame_bytes = FrameBytes(options.format.shard().layout.page_bytes());

@@ -32,9 +32,6 @@
 
 namespace kvasir::kvstore {
 
-// Returns the bytes of a frame, which hold a page wherever it lies in the disk's units.
-int64_t FrameBytes(int64_t page_bytes);
-
 // Counters since the start, except the first. Pages unless said otherwise.
 struct PageCacheStats {
   int64_t frames = 0;  // pages that have room, now

@@ -74,6 +74,14 @@ class FakePagedKv {
     pages_[page] = tier == PageTier::kAbsent ? PageRef() : PageRef(memory_[page].data(), tier);
   }
 
+  // All pages become absent, and come from `on_disk`, which reads them by memory().
+  void MoveTo(AbsentPages& on_disk) {
+    std::fill(pages_.begin(), pages_.end(), PageRef());
+    on_disk_ = &on_disk;
+  }
+  // The bytes of a page, by its index in the table, whatever its tier.
+  const std::byte* memory(int64_t page) const { return memory_[static_cast<size_t>(page)].data(); }
+
   PagedKv View(uint32_t step = 1) {
     step_ = step;
     return {.layout = layout_,
@@ -85,7 +93,8 @@ class FakePagedKv {
             .key_codes = key_codes_.data(),
             .accesses = {.step = &step_,
                          .last_touched = last_touched_.data(),
-                         .missed_bytes = missed_bytes_.data()}};
+                         .missed_bytes = missed_bytes_.data()},
+            .on_disk = on_disk_};
   }
 
   enum class Side { kKey, kValue };
@@ -176,6 +185,7 @@ class FakePagedKv {
   std::vector<uint32_t> last_touched_;
   std::vector<uint32_t> missed_bytes_;
   uint32_t step_ = 1;  // of the last view
+  AbsentPages* on_disk_ = nullptr;
 };
 
 }  // namespace kvasir::kernels

@@ -1,11 +1,17 @@
 // Poisoned tokens, absent pages and the record of what is read.
 #include <cmath>
+#include <functional>
 #include <gtest/gtest.h>
 #include <limits>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "kernels/attention/attend.h"
 #include "tests/kernels/attention/attend_fixture.h"
 #include "tests/kernels/attention/attend_oracle.h"
+#include "tests/support/few_frames.h"
 
 namespace kvasir::kernels {
 namespace {
@@ -99,6 +105,46 @@ TEST_P(AttendTest, ABlockThatTheSlotDoesNotHaveIsAbsent) {
   batch.AddBlock(1, 200, 1);
   Run(batch);
   EXPECT_EQ(batch.fault(1), 1);
+}
+
+// The portable kernel held the pages of a tile until its last query, and read what had come in
+// their place.
+TEST_P(AttendTest, APageFromDiskIsUsedNoLongerThanItStays) {
+  constexpr int64_t kTokens = 2304;
+  for (const DType kv : {DType::kFloat32, DType::kBFloat16, DType::kInt8}) {
+    for (const int64_t head_dim : {64, 24}) {
+      for (const auto& [positions, prepare] :
+           std::vector<std::pair<std::string, std::function<void(AttentionBatch&)>>>{
+               {"native", [](AttentionBatch&) {}},
+               {"compact", [](AttentionBatch& batch) { batch.UseCompactPositions(); }},
+               {"grouped",
+                [](AttentionBatch& batch) {
+                  batch.UseGroupedPositions({.group_size = 4, .window = 300});
+                }},
+               {"window", [](AttentionBatch& batch) { batch.UseWindow(1000); }}}) {
+        if (kv == DType::kInt8 && head_dim == 24) continue;
+        SCOPED_TRACE(testing::Message() << DTypeName(kv) << " " << head_dim << " " << positions);
+        const auto make = [&] {
+          auto batch = std::make_unique<AttentionBatch>(
+              AttentionShape{.kv = kv, .head_dim = head_dim}, 1, kTokens, 24);
+          prepare(*batch);
+          batch->FillContext(0, kTokens);
+          batch->AddBlock(0, 2240, 64);
+          batch->AddBlock(0, 2303, 1);
+          return batch;
+        };
+        const auto expected = make(), batch = make();
+        const FewFrames frames(batch->kv());
+        Run(*expected);
+        Run(*batch);
+        EXPECT_GT(frames.num_left(PageUse::kAttend), 0);
+        EXPECT_EQ(batch->fault(0), 0);
+        for (int64_t row = 0; row < batch->num_tokens(); ++row) {
+          ExpectSameRow(*expected, row, *batch, row);
+        }
+      }
+    }
+  }
 }
 
 TEST_P(AttendTest, ReadsAreRecordedWithTheBytesAttendedTo) {

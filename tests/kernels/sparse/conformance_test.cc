@@ -17,6 +17,7 @@
 #include "kernels/sparse/policy.h"
 #include "kernels/sparse/reuse/reusing_select.h"
 #include "tests/support/attention_batch.h"
+#include "tests/support/few_frames.h"
 #include "tests/support/sparse_methods.h"
 
 namespace kvasir::kernels {
@@ -306,6 +307,29 @@ void RebuildDigests(AttentionBatch& batch) {
   for (int64_t block = 0; block * kPageTokens < kContext; ++block) {
     KVASIR_CHECK(RebuildBounds(batch.kv().View(), 0, block, kPageTokens).ok());
     KVASIR_CHECK(RebuildKeyCodes(batch.kv().View(), 0, block, kPageTokens).ok());
+  }
+}
+
+// Pages on disk are used no longer than they stay, by selectors that read keys too.
+TEST_P(ConformanceTest, PagesFromDiskAreSelectedAndReadAlike) {
+  std::vector<QueryTile> tiles = DecodeSteps();
+  if (method().pruner.empty() && method().rule.empty() && method().terminator.empty()) {
+    tiles.push_back({.num_rows = 64, .first_position = 1984});  // prompts know no other stage
+  }
+  AttentionBatch memory = MakeBatch(positions(), tiles);
+  AttentionBatch disk = MakeBatch(positions(), tiles);
+  const FewFrames frames(disk.kv());
+  Pipeline expected(method(), SomeNumbers()), pipeline(method(), SomeNumbers());
+  expected.Run(memory);
+  pipeline.Run(disk);
+  EXPECT_GT(frames.num_left(PageUse::kAttend), 0);
+  const bool reads_keys = method().selector == "tokenselect" || method().selector == "hip";
+  EXPECT_TRUE(!reads_keys || frames.num_left(PageUse::kSelect) > 0);
+  EXPECT_EQ(disk.fault(0), 0);
+  for (int64_t row = 0; row < disk.num_tokens(); ++row) {
+    for (int64_t head = 0; head < disk.heads(); ++head) {
+      ASSERT_TRUE(SameBits(Out(memory, row, head), Out(disk, row, head))) << "row " << row;
+    }
   }
 }
 
