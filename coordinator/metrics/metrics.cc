@@ -121,11 +121,13 @@ struct Metrics::Series {
   Family<Counter>& preemptions = Counters(
       "kvasir_num_preemptions_total",
       "Requests that gave up their slots: to others, by whether a disk tier keeps their blocks, "
-      "with a worker group that was lost, or for stored blocks after one that was damaged.");
+      "with a worker group that was lost, for stored blocks after one that was damaged, or to be "
+      "computed again where KV in use was damaged.");
   Counter& preempted_swap = preemptions.Add({{"kind", "swap"}});
   Counter& preempted_recompute = preemptions.Add({{"kind", "recompute"}});
   Counter& preempted_restore = preemptions.Add({{"kind", "restore"}});
   Counter& preempted_loss = preemptions.Add({{"kind", "loss"}});
+  Counter& preempted_damage = preemptions.Add({{"kind", "damage"}});
   Family<Counter>& resumed =
       Counters("kvasir_requests_resumed_total",
                "Requests that run again, preempted ones and those that a client resumes, by where "
@@ -388,6 +390,7 @@ void Metrics::SchedulerState(const SchedulerStats& stats) {
   advance(s.preempted_recompute, seen.preempted_recompute, stats.preempted_recompute);
   advance(s.preempted_restore, seen.preempted_restore, stats.preempted_restore);
   advance(s.preempted_loss, seen.preempted_loss, stats.preempted_loss);
+  advance(s.preempted_damage, seen.preempted_damage, stats.preempted_damage);
   advance(s.resumed_disk, seen.resumed_disk, stats.resumed_disk);
   advance(s.resumed_peer, seen.resumed_peer, stats.resumed_peer);
   advance(s.resumed_host, seen.resumed_host, stats.resumed_host);

@@ -260,9 +260,9 @@ std::vector<Event> Scheduler::PlanWithout(const v1::StepReply& reply, TimePoint 
   for (Sequence* sequence : running) {
     const auto lost = [&](const Block& block) { return missing.contains(block.id()); };
     if (std::none_of(sequence->blocks.begin(), sequence->blocks.end(), lost)) continue;
-    events.push_back(End(
-        *sequence, absl::DataLossError("a worker lost KV of this running request; send it again"),
-        v1::FINISH_REASON_UNSPECIFIED, Blocks::kDiscard, now));
+    OnRowError(*sequence,
+               absl::DataLossError("a worker lost KV of this running request; send it again"), now,
+               events);
   }
   state_.last_misfit = {};
   return events;
@@ -293,9 +293,9 @@ void Scheduler::ApplyRow(const PlannedRow& row, const v1::RowResult& result, Tim
     ++state_.counters.rows_in_vain;
     return;
   }
+  if (sequence->is_damaged) return;  // planned before that was known
   if (result.error_code() != 0) {
-    events.push_back(
-        End(*sequence, RowError(result), v1::FINISH_REASON_UNSPECIFIED, Blocks::kDiscard, now));
+    OnRowError(*sequence, RowError(result), now, events);
     return;
   }
   const Sequence::RowKind kind = sequence->KindOfRow(row.starts);
@@ -317,6 +317,18 @@ void Scheduler::ApplyRow(const PlannedRow& row, const v1::RowResult& result, Tim
     events.push_back(SelectionEvent{.id = sequence->spec.id, .map = result.selections()});
   }
   if (row.sample) ApplyToken(*sequence, result, now, events);
+}
+
+// Damaged KV is computed again, once for every new token: else the cause is another.
+void Scheduler::OnRowError(Sequence& sequence, const absl::Status& error, TimePoint now,
+                           std::vector<Event>& events) {
+  if (sequence.is_damaged) return;
+  if (absl::IsDataLoss(error) && sequence.generated_at_damage != sequence.generated()) {
+    sequence.is_damaged = true;
+    sequence.generated_at_damage = sequence.generated();
+    return;
+  }
+  events.push_back(End(sequence, error, v1::FINISH_REASON_UNSPECIFIED, Blocks::kDiscard, now));
 }
 
 void Scheduler::Observe(SequenceId id) {

@@ -30,6 +30,9 @@
 // group takes them over in the order of their arrival. Plans without an answer are forgotten: their
 // tokens are computed again, to the same bits, so that nobody can tell.
 //
+// Damage. Where a rank finds KV of a request damaged, the request is preempted, and what was lost
+// is computed again. If that happens again before another token, the request ends.
+//
 // Disk. restore_book.h says how blocks come back. When a request ends, its shareable blocks are
 // written while later steps run.
 //
@@ -44,6 +47,7 @@
 // useful:
 //   after starts (a rank may miss blocks); where it would preempt or outgrow the device share;
 //   while a prompt's chunk is computed that a waiting request may share; without rows of its own;
+//   where KV of a request is damaged;
 //   where blocks of contexts are to be pinned, moved or erased.
 #pragma once
 
@@ -151,6 +155,8 @@ class Scheduler {
   void TakeBackStart(Sequence& sequence);
   void ApplyRow(const PlannedRow& row, const v1::RowResult& result, TimePoint now,
                 std::vector<Event>& events);
+  void OnRowError(Sequence& sequence, const absl::Status& error, TimePoint now,
+                  std::vector<Event>& events);
   void ApplyToken(Sequence& sequence, const v1::RowResult& result, TimePoint now,
                   std::vector<Event>& events);
   void CountResumed(const v1::RowAccounting& found);

@@ -39,6 +39,7 @@ struct SchedulerStats {
   int64_t preempted_recompute = 0;
   int64_t preempted_restore = 0;  // after restored blocks that follow on a computed one
   int64_t preempted_loss = 0;     // with the worker group
+  int64_t preempted_damage = 0;   // to be computed again, because KV was damaged
   int64_t resumed_disk = 0;       // admitted again, with blocks from disk
   int64_t resumed_peer = 0;       // with blocks from a peer and none from disk
   int64_t resumed_host = 0;       // with blocks from memory only

@@ -176,6 +176,9 @@ struct Sequence {
 
   bool observe = false;  // the next row tells which pages it selects
 
+  bool is_damaged = false;  // a rank found its KV damaged: the next plan takes its slot away
+  std::optional<int64_t> generated_at_damage;  // generated() when that was last so
+
   bool is_planned = false;        // a plan of this group has named it
   int64_t generated_at_loss = 0;  // generated() when a group was last lost that had planned it
   int64_t reported_at_loss = 0;   // likewise reported_tokens

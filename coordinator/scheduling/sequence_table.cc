@@ -84,6 +84,7 @@ void SequenceTable::BackToQueue(Sequence& sequence) {
   sequence.hashes.clear();
   sequence.later_blocks.clear();
   sequence.computed = 0;
+  sequence.is_damaged = false;
   if (sequence.preemptions == 0) sequence.restores_since.reset();
   waiting_.push_front(&sequence);
   sequence.state = State::kWaiting;

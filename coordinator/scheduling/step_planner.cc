@@ -37,6 +37,7 @@ bool StepPlanner::MayPlanAhead(const SchedulerState& state, const UnansweredPlan
   if (before.prefill_tokens > 0 && !sequences.waiting().empty()) return false;
   int64_t rows = 0, new_blocks = 0, unreserved_blocks = 0;
   for (const Sequence* sequence : sequences.running()) {
+    if (sequence->is_damaged) return false;
     if (sequence->is_planned_out()) continue;
     ++rows;
     if (sequence->reading() || !sequence->enters_block()) continue;
@@ -49,6 +50,7 @@ bool StepPlanner::MayPlanAhead(const SchedulerState& state, const UnansweredPlan
 
 std::optional<PlannedStep> StepPlanner::Plan(uint64_t step) {
   state_.restores.GiveUpLate(now_);
+  PreemptDamaged();
   for (Sequence* sequence : state_.sequences.running()) {
     SealFullBlocks(*sequence, Unpublished::kSeal);
   }
@@ -145,6 +147,19 @@ void StepPlanner::Preempt(Sequence& sequence) {
   }
   state_.sequences.Preempt(sequence);
   state_.last_misfit = {};
+}
+
+// The ranks forget what is damaged, and say so when a plan names it (missing_blocks). What is sound
+// of it can be found again.
+void StepPlanner::PreemptDamaged() {
+  const std::vector<Sequence*> running = state_.sequences.running();  // a copy: Preempt changes it
+  for (Sequence* sequence : running) {
+    if (!sequence->is_damaged) continue;
+    plan_.AddFreeSlot(sequence->slot);
+    ++state_.counters.preempted_damage;
+    state_.sequences.Preempt(*sequence);
+    state_.last_misfit = {};
+  }
 }
 
 // Full blocks can be found again, by this sequence or by one that would compute the same, until

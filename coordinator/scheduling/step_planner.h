@@ -46,6 +46,7 @@ class StepPlanner {
   Sequence& Youngest() const;
   // Puts the sequence at the head of the queue, and counts that if it runs.
   void Preempt(Sequence& sequence);
+  void PreemptDamaged();
   void KeepFindable(const Sequence& sequence);
 
   // Gives short prompts up to half of the budget while a longer one is read.

@@ -24,8 +24,6 @@ class AbsentPages {
   // Returns the page, waiting for it; null when it cannot be read. `page` is its index in the page
   // table. Waits count for the sequence in `slot`.
   virtual std::byte* Bring(int64_t slot, int64_t page, PageUse use) = 0;
-  // Whether Bring would not wait.
-  virtual bool IsHere(int64_t page) const = 0;
   // Starts to bring pages that will be read soon, in about this order, for one layer. Between ops:
   // no page of an earlier Bring is in use.
   virtual void Want(int64_t layer, std::span<const int64_t> pages) = 0;

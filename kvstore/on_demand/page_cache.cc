@@ -137,12 +137,6 @@ void PageCache::Await(Frame& frame, int64_t slot) {
   waits.seconds += seconds;
 }
 
-bool PageCache::IsHere(int64_t page) const {
-  MutexLock lock(mu_);
-  const Frame* const frame = frames_.Find(page);
-  return frame != nullptr && frame->state == Frame::State::kReady;
-}
-
 void PageCache::Want(int64_t layer, std::span<const int64_t> pages) {
   MutexLock lock(mu_);
   frames_.UnpinAll();

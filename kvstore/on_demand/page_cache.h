@@ -77,7 +77,6 @@ class PageCache final : public kernels::AbsentPages {
   void Remove(int64_t block);
 
   std::byte* Bring(int64_t slot, int64_t page, kernels::PageUse use) override;
-  bool IsHere(int64_t page) const override;
   void Want(int64_t layer, std::span<const int64_t> pages) override;
 
   // Ends the use of pages by the kernels of a step. Returns the lean blocks with a page that came

@@ -8,13 +8,14 @@
 //
 //   on_demand_bench MODEL FOLDER TOKENS          an empty folder on the disk to measure
 //   on_demand_bench MODEL FOLDER TOKENS dense    the first token after a dense prefill, and no more
-//   on_demand_bench 8b FOLDER TOKENS             a KV head of the 8B shape without a model: opening
-//                                                synthetic KV, then 36 pages of each layer
-#include <array>
+//
+// A MODEL without weights is a shape with random ones: tests/model/shapes/one-kv-head has the KV of
+// one head of Llama 3.1 8B, in all layers, and one query head.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <map>
 #include <memory>
 #include <random>
@@ -24,8 +25,6 @@
 #include <vector>
 
 #include "kernels/base/status_macros.h"
-#include "kvstore/kv_store.h"
-#include "kvstore/tiers/disk_tier.h"
 #include "tests/worker/test_coordinator.h"
 #include "tests/worker/test_worker.h"
 #include "worker/disk.h"
@@ -64,6 +63,7 @@ class Bench {
   explicit Bench(const Arguments& arguments)
       : arguments_(arguments),
         model_({.folder = arguments.model,
+                .dummy_weights = !std::filesystem::exists(arguments.model + "/model.safetensors"),
                 .dtype = kernels::DType::kBFloat16,
                 .max_model_len = arguments.tokens + 1024,
                 .num_threads = 2,
@@ -127,7 +127,8 @@ class Bench {
     options.max_num_seqs = 1;
     options.weights_hash = std::string(32, 'w');
     options.kv_form = "rotated/bfloat16";
-    options.kv = {.device = kv_bytes() + kv_bytes() / 4, .host = 2 * kv_bytes()};
+    // Half of the host tier may wait to be written.
+    options.kv = {.device = kv_bytes() + kv_bytes() / 4, .host = 3 * kv_bytes()};
     return options;
   }
   EngineOptions OnDemand() const {
@@ -237,116 +238,7 @@ void Print(const std::string& name, const Outcome& outcome, int64_t kv_bytes, co
   std::fflush(stdout);
 }
 
-// A store of one KV head of Llama 3 8B in bfloat16.
-class OneHead {
- public:
-  explicit OneHead(const Arguments& arguments)
-      : arguments_(arguments), num_blocks_(arguments.tokens / kPageTokens) {}
-
-  void Make() {
-    Start(/*on_demand=*/false);
-    std::mt19937_64 random(1);
-    for (int64_t id = 0; id < num_blocks_; ++id) {
-      const kernels::BlockId block(id);
-      store_->Bind(0, 0, store_->Open(block).value());
-      const kernels::PagedKv kv = store_->BeginStep(++step_).value();
-      for (int64_t layer = 0; layer < shard_.layout.num_layers; ++layer) {
-        auto* const words = reinterpret_cast<uint64_t*>(kv.Peek(0, 0, layer, 0).page());
-        for (int64_t i = 0; i < shard_.layout.page_bytes() / 8; ++i) words[i] = random();
-      }
-      KVASIR_CHECK(store_->EndStep().ok());
-      const std::array<int32_t, kvstore::kBlockTokens> tokens = {};
-      KVASIR_CHECK(store_->Seal(block, HashOf(id), tokens).ok());
-      store_->Persist(block, tokens);
-      store_->Unbind(0, 0);
-      store_->Flush();
-    }
-  }
-  // Opens all blocks, and reads some pages of each layer in turn.
-  void Open(const char* name, bool on_demand) {
-    Start(on_demand);
-    const Clock::time_point begin = Clock::now();
-    for (int64_t id = 0; id < num_blocks_; ++id) {
-      KVASIR_CHECK(store_->Restore(kernels::BlockId(id), HashOf(id)).ok());
-    }
-    int64_t restored = 0;
-    while (restored < num_blocks_) {
-      store_->PollTier();
-      restored += std::ssize(store_->TakeRestored());
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
-    }
-    const double opened_s = SecondsSince(begin);
-    for (int64_t id = 0; id < num_blocks_; ++id) {
-      store_->Bind(0, id, store_->Get(kernels::BlockId(id)).value());
-    }
-    ReadPages();
-    const double bytes = static_cast<double>(num_blocks_ * shard_.layout.block_bytes());
-    const kvstore::KvStoreStats stats = store_->stats();
-    std::printf("%-16s opened after %.3f s, pages read after %.3f s, %.2f %% of %.3f GB read\n",
-                name, opened_s, SecondsSince(begin),
-                100.0 * static_cast<double>(stats.tier.read_bytes + stats.pages.read_bytes) / bytes,
-                bytes / 1e9);
-  }
-
- private:
-  static constexpr int64_t kSelectedPages = 36;
-  const kvstore::KvShard shard_ = {.layout = {.num_layers = 32, .num_kv_heads = 1, .head_dim = 128},
-                                   .weights_hash = std::string(32, 'w'),
-                                   .kv_form = "rotated/bfloat16"};
-
-  static kvstore::PrefixHash HashOf(int64_t id) {
-    kvstore::PrefixHash hash{};
-    std::memcpy(hash.data(), &id, sizeof(id));
-    return hash;
-  }
-  void Start(bool on_demand) {
-    store_.reset();
-    step_ = 0;
-    kvstore::DiskTierOptions disk;
-    disk.directory = arguments_.folder + "/head0";
-    disk.shard = shard_;
-    disk.capacity_bytes = int64_t{1} << 40;
-    const int64_t bytes = num_blocks_ * shard_.layout.block_bytes();
-    store_ = kvstore::KvStore::Create({.shard = shard_,
-                                       .device_bytes = bytes / 50,
-                                       .host_bytes = on_demand ? bytes / 10 : bytes + bytes / 4,
-                                       .num_slots = 1,
-                                       .max_blocks_per_slot = num_blocks_,
-                                       .on_demand_bytes = on_demand ? bytes : 0},
-                                      kvstore::OpenDiskTier(std::move(disk)).value())
-                 .value();
-  }
-  void ReadPages() {
-    const kernels::PagedKv kv = store_->BeginStep(++step_).value();
-    std::mt19937_64 random(2);
-    for (int64_t layer = 0; layer < shard_.layout.num_layers; ++layer) {
-      std::vector<int64_t> blocks, pages;
-      for (int64_t i = 0; i < kSelectedPages; ++i) {
-        blocks.push_back(static_cast<int64_t>(random()) & (num_blocks_ - 1));
-        pages.push_back(kv.PageIndex(0, blocks.back(), layer, 0));
-      }
-      if (kv.on_disk != nullptr) kv.on_disk->Want(layer, pages);
-      for (const int64_t block : blocks) {
-        KVASIR_CHECK(kv.Read(0, block, layer, 0, 1).page() != nullptr);
-      }
-    }
-    KVASIR_CHECK(store_->EndStep().ok());
-  }
-
-  const Arguments arguments_;
-  const int64_t num_blocks_;  // a power of two
-  std::unique_ptr<kvstore::KvStore> store_;
-  uint32_t step_ = 0;
-};
-
 void Run(const Arguments& arguments) {
-  if (arguments.model == "8b") {
-    OneHead head(arguments);
-    head.Make();
-    head.Open("all read first", /*on_demand=*/false);
-    head.Open("on demand", /*on_demand=*/true);
-    return;
-  }
   Bench bench(arguments);
   if (arguments.dense) {
     std::printf("dense prefill of %lld tokens: first token after %.3f s\n",

@@ -44,6 +44,21 @@ class SchedulerAheadTest : public SchedulerTest {
   std::deque<v1::StepReply> replies_;  // that the scheduler has not taken
 };
 
+TEST_F(SchedulerAheadTest, DamagedKvIsComputedAgainOnceBothPlansAreAnswered) {
+  Make({});
+  const SequenceSpec spec = Spec(Prompt(62), 9);
+  const SequenceId id = AddAndRead(spec);
+  Plan();
+  Plan();
+  for (v1::StepReply& reply : replies_) FailRow(0, absl::StatusCode::kDataLoss, reply);
+  Answer();
+  EXPECT_TRUE(PlansNothing());
+  Answer();
+  RunUntilIdle();
+  EXPECT_EQ(tokens_.at(id), Expected(spec));
+  EXPECT_EQ(scheduler_->stats().preempted_damage, 1);
+}
+
 TEST_F(SchedulerAheadTest, RowsFollowOnTokensThatAreNotKnown) {
   Make({});
   AddAndRead(Spec(Prompt(62), 9));

@@ -108,6 +108,22 @@ class SchedulerTest : public ::testing::Test {
     EXPECT_EQ(scheduler_->CheckIntegrity(), absl::OkStatus());
     return true;
   }
+  // As Step, but one row fails.
+  void FailRow(int row, absl::StatusCode code) {
+    Scheduler::Planned planned = scheduler_->NextPlan(now_);
+    Collect(std::move(planned.events));
+    absl::StatusOr<v1::StepReply> reply = worker_->Execute(*planned.plan);
+    ASSERT_TRUE(reply.ok()) << reply.status();
+    FailRow(row, code, *reply);
+    Collect(*scheduler_->OnReply(*reply, now_));
+    ASSERT_EQ(scheduler_->CheckIntegrity(), absl::OkStatus());
+  }
+  static void FailRow(int row, absl::StatusCode code, v1::StepReply& reply) {
+    v1::RowResult& result = *reply.mutable_results(row);
+    result.clear_token_id();
+    result.set_error_code(static_cast<int>(code));
+    result.set_error_message("on purpose");
+  }
   void RunUntilIdle() {
     for (;;) {
       DeliverTierReport();

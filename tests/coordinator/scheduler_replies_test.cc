@@ -96,11 +96,13 @@ TEST_F(SchedulerTest, ARequestCancelledWhileItsStartIsRefusedLeavesNothing) {
   EXPECT_EQ(worker_->num_blocks(), 0);  // what continues a lost block is dropped with it
 }
 
-TEST_F(SchedulerTest, ARunningSequenceThatLosesABlockEndsWithDataLoss) {
+TEST_F(SchedulerTest, ARunningSequenceThatLosesABlockComputesItAgain) {
   Make({});
-  const SequenceId id = Add(Spec(Prompt(100), 10));
+  const SequenceSpec spec = Spec(Prompt(100), 10);
+  const SequenceId id = Add(spec);
   ASSERT_TRUE(Step());
   Scheduler::Planned planned = scheduler_->NextPlan(now_);
+  ASSERT_TRUE(worker_->Execute(*planned.plan).ok());
   v1::StepReply reply;
   reply.set_group_epoch(3);
   reply.set_step(planned.plan->step());
@@ -108,25 +110,48 @@ TEST_F(SchedulerTest, ARunningSequenceThatLosesABlockEndsWithDataLoss) {
   absl::StatusOr<std::vector<Event>> events = scheduler_->OnReply(reply, now_);
   ASSERT_TRUE(events.ok());
   Collect(*std::move(events));
-  EXPECT_EQ(finished_.at(id).status.code(), absl::StatusCode::kDataLoss);
   EXPECT_EQ(scheduler_->CheckIntegrity(), absl::OkStatus());
+  RunUntilIdle();
+  EXPECT_EQ(tokens_.at(id), Expected(spec));
+  EXPECT_EQ(scheduler_->stats().preempted_damage, 1);
 }
 
 TEST_F(SchedulerTest, ARowThatFailsEndsItsRequestAlone) {
   Make({});
   const SequenceId bad = Add(Spec(Prompt(100, 1), 10));
   const SequenceId good = Add(Spec(Prompt(100, 2), 10));
-  Scheduler::Planned planned = scheduler_->NextPlan(now_);
-  absl::StatusOr<v1::StepReply> reply = worker_->Execute(*planned.plan);
-  ASSERT_TRUE(reply.ok());
-  reply->mutable_results(0)->clear_token_id();
-  reply->mutable_results(0)->set_error_code(static_cast<int>(absl::StatusCode::kDataLoss));
-  reply->mutable_results(0)->set_error_message("logits are not finite");
-  Collect(*scheduler_->OnReply(*reply, now_));
-  EXPECT_EQ(finished_.at(bad).status.code(), absl::StatusCode::kDataLoss);
+  FailRow(0, absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(finished_.at(bad).status.code(), absl::StatusCode::kResourceExhausted);
   RunUntilIdle();
   EXPECT_THAT(tokens_[good], SizeIs(10));
   EXPECT_EQ(worker_->num_blocks(), 1);  // what the failed row wrote is not kept
+}
+
+TEST_F(SchedulerTest, DamagedKvIsComputedAgain) {
+  Make({});
+  const SequenceSpec spec = Spec(Prompt(100, 1), 10), other = Spec(Prompt(100, 2), 10);
+  const SequenceId id = Add(spec), beside = Add(other);
+  FailRow(0, absl::StatusCode::kDataLoss);  // while the prompt is read
+  while (tokens_[id].size() < 3) ASSERT_TRUE(Step());
+  FailRow(0, absl::StatusCode::kDataLoss);  // and while it is answered
+  RunUntilIdle();
+  EXPECT_EQ(tokens_.at(id), Expected(spec));
+  EXPECT_EQ(tokens_.at(beside), Expected(other));
+  EXPECT_EQ(scheduler_->stats().preempted_damage, 2);
+}
+
+TEST_F(SchedulerTest, KvThatIsDamagedAgainBeforeAnotherTokenEndsItsRequestAlone) {
+  Make({});
+  const SequenceId bad = Add(Spec(Prompt(100, 1), 10));
+  const SequenceId good = Add(Spec(Prompt(100, 2), 10));
+  while (tokens_[bad].size() < 3) ASSERT_TRUE(Step());
+  FailRow(0, absl::StatusCode::kDataLoss);
+  EXPECT_FALSE(finished_.contains(bad));
+  FailRow(1, absl::StatusCode::kDataLoss);  // it was admitted again, after the other's row
+  EXPECT_EQ(finished_.at(bad).status.code(), absl::StatusCode::kDataLoss);
+  RunUntilIdle();
+  EXPECT_THAT(tokens_[bad], SizeIs(3));
+  EXPECT_THAT(tokens_[good], SizeIs(10));
 }
 
 TEST_F(SchedulerTest, RepliesThatDoNotFitThePlanAreRefused) {

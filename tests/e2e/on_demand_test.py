@@ -79,6 +79,28 @@ class OnDemand(unittest.TestCase):
     def test_quest(self):
         self.check(*QUEST)
 
+    def test_pages_that_are_damaged_on_disk_are_computed_again(self):
+        expected = self.expected()
+        store = self.folder / "damaged"
+        with self.serve(*ON_DEMAND, f"--kv-disk-path={store}") as service:
+            service.generate(self.questions[0], **OPTIONS)
+            wait_until(lambda: counter(service, "kvasir_kv_tier_pages", tier="disk", state="used") >= BLOCKS * 4,
+                       "the document is stored")
+            blocks = int(counter(service, "kvasir_kv_tier_pages", tier="disk", state="used")) // 4
+        segments = sorted((store / "head0" / "segments").iterdir())
+        extent = sum(s.stat().st_size for s in segments) // blocks
+        for segment in segments:  # a bit of the last page of every tenth block
+            data = bytearray(segment.read_bytes())
+            for begin in range(0, len(data), 10 * extent):
+                data[begin + extent - PAGE_BYTES // 2] ^= 1
+            segment.write_bytes(data)
+        with self.serve(*ON_DEMAND, f"--kv-disk-path={store}") as service:
+            answer = service.generate(self.questions[1], **OPTIONS)
+            self.check_same([answer], expected[1:])
+            self.assertGreater(counter(service, "kvasir_kv_disk_page_reads_total", result="failed"), BLOCKS / 20)
+            self.assertGreater(counter(service, "kvasir_failed_rows_total", code="DATA_LOSS"), 0)
+            self.assertEqual(sum(value for name, value in service.metrics().items() if 'kind="damage"' in name), 1)
+
     def test_two_ranks(self):
         self.check("--tensor-parallel-size=2", ranks=2)
 

@@ -34,7 +34,6 @@ class FewFrames final : public AbsentPages {
     std::memcpy(frame, kv_.memory(page), static_cast<size_t>(kv_.layout().page_bytes()));
     return frame;
   }
-  bool IsHere(int64_t) const override { return true; }
   void Want(int64_t, std::span<const int64_t>) override {}
 
   // Pages that left since the start, so that others could come.

@@ -18,6 +18,7 @@
 #include "worker/backend/cpu/cpu_backend.h"
 #include "worker/engine/engine.h"
 #include "worker/make_backend.h"
+#include "worker/model/dummy_weights.h"
 #include "worker/model/load_weights.h"
 #include "worker/parallel/single_collective.h"
 #include "worker/thread_pool.h"
@@ -151,6 +152,7 @@ inline TestRequest MakeSparseRequest(std::vector<uint32_t> prompt, uint32_t poli
 
 struct TestWorkerOptions {
   std::string folder;
+  bool dummy_weights = false;  // the folder has a shape alone
   int64_t rank = 0;
   int64_t num_ranks = 1;
   kernels::DType dtype = kernels::DType::kFloat32;
@@ -174,14 +176,7 @@ class TestModel {
     ModelConfig config = LoadModelConfig(options.folder).value();
     if (!options.layer_windows.empty()) config.layer_windows = options.layer_windows;
     const ShardPlan shard = ShardPlan::Make(config, options.rank, options.num_ranks).value();
-    const SafetensorsFolder tensors = SafetensorsFolder::Open(options.folder).value();
-    CpuBackend host(executor_);
-    ModelWeights weights =
-        LoadWeights(tensors, config, {.plan = shard, .dtype = options.dtype, .progress = {}},
-                    options.edit_weights ? host : *backend_)
-            .value();
-    if (options.edit_weights) options.edit_weights(weights);
-    transformer_ = Transformer::Create(std::move(weights),
+    transformer_ = Transformer::Create(MakeWeights(options, config, shard),
                                        {.config = config,
                                         .shard = shard,
                                         .dtype = options.dtype,
@@ -196,6 +191,21 @@ class TestModel {
   RoundingBackend& rounding() { return rounding_; }
 
  private:
+  ModelWeights MakeWeights(const TestWorkerOptions& options, const ModelConfig& config,
+                           const ShardPlan& shard) {
+    if (options.dummy_weights) {
+      return MakeDummyWeights(config, {.plan = shard, .dtype = options.dtype}, *backend_).value();
+    }
+    const SafetensorsFolder tensors = SafetensorsFolder::Open(options.folder).value();
+    CpuBackend host(executor_);
+    ModelWeights weights =
+        LoadWeights(tensors, config, {.plan = shard, .dtype = options.dtype, .progress = {}},
+                    options.edit_weights ? host : *backend_)
+            .value();
+    if (options.edit_weights) options.edit_weights(weights);
+    return weights;
+  }
+
   ThreadPool executor_;
   std::unique_ptr<Backend> backend_;
   RoundingBackend rounding_{*backend_};
