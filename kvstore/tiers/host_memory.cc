@@ -29,6 +29,7 @@ constexpr uint64_t kMagic = 0x59524f4d454d564b;  // "KVMEMORY"
 constexpr uint32_t kVersion = 1;
 constexpr int kBytesPerStatBlock = 512;
 constexpr int64_t kHugePageBytes = int64_t{2} << 20;
+constexpr int64_t kPageBytes = 4096;
 constexpr int kCollapse = 25;  // MADV_COLLAPSE of Linux 6.1, which glibc 2.36 does not name
 
 // The first bytes of the file.
@@ -73,6 +74,15 @@ absl::Status CheckFile(int fd, const std::string& name) {
         "KV memory ", name, " is in use by another process; give each worker a file of its own"));
   }
   return absl::OkStatus();
+}
+
+// Returns 0, or why there is no memory for this part of the file.
+int TakeFromSystem(int fd, int64_t begin, int64_t bytes) {
+  int error = 0;
+  do {
+    error = posix_fallocate(fd, begin, bytes);
+  } while (error == EINTR);
+  return error;
 }
 
 // Maps a file where its huge pages can be huge pages of the address space. Null: errno says why
@@ -177,7 +187,8 @@ absl::Status HostMemory::CheckRoom(int64_t bytes) const {
 
 // Takes whole huge pages, with parts of the extents beside it. KV is read in scattered pages, and
 // the system makes huge pages of memory that is shared only when it is asked for each of them:
-// `shmem_enabled` is `never` on most machines.
+// `shmem_enabled` is `never` on most machines. It makes one where at least one page is; if all are,
+// it takes and zeroes them one by one, and copies them, five times as long.
 absl::Status HostMemory::Reserve(int64_t extent) {
   uint8_t& is_reserved = reserved_[static_cast<size_t>(extent)];
   if (is_reserved != 0) return absl::OkStatus();
@@ -185,14 +196,17 @@ absl::Status HostMemory::Reserve(int64_t extent) {
   const int64_t begin = at / kHugePageBytes * kHugePageBytes;
   const int64_t last = (at + extent_bytes_ - 1) / kHugePageBytes;
   const int64_t end = std::min((last + 1) * kHugePageBytes, map_bytes_);
+  const int64_t whole_end = end / kHugePageBytes * kHugePageBytes;
   int error = 0;
-  do {
-    error = posix_fallocate(fd_, begin, end - begin);
-  } while (error == EINTR);
+  for (int64_t page = begin; page < whole_end && error == 0; page += kHugePageBytes) {
+    error = TakeFromSystem(fd_, page, kPageBytes);
+  }
+  if (error == 0 && begin < whole_end) {
+    madvise(map_ + begin, static_cast<size_t>(whole_end - begin), kCollapse);  // only for speed
+  }
+  if (error == 0) error = TakeFromSystem(fd_, begin, end - begin);
   errno = error;
   if (error != 0) return Failed(name_, absl::StrCat("no memory for extent ", extent));
-  const int64_t whole = end / kHugePageBytes * kHugePageBytes - begin;
-  if (whole > 0) madvise(map_ + begin, static_cast<size_t>(whole), kCollapse);  // only for speed
   is_reserved = 1;
   return absl::OkStatus();
 }
