@@ -10,7 +10,9 @@ namespace kvasir::kvstore {
 using kernels::MutexLock;
 
 AdoptedBlocks::AdoptedBlocks(const ExtentFormat& format, const HostMemory& memory, HostSlab& host)
-    : format_(format), host_(host) {
+    : format_(format),
+      host_(host),
+      verifier_("verify", [this](const Adopted& adopted) { Verify(adopted); }) {
   host_.TakeWhere([&](int64_t extent) {
     if (!memory.WasTouched(extent)) return false;
     host_.MarkStale(extent);
@@ -22,15 +24,6 @@ AdoptedBlocks::AdoptedBlocks(const ExtentFormat& format, const HostMemory& memor
     ExtentFormat::RemoveHeader(host_.extent(extent));
     return false;
   });
-}
-
-AdoptedBlocks::~AdoptedBlocks() {
-  {
-    MutexLock lock(mu_);
-    stopping_ = true;
-    changed_.NotifyAll();
-  }
-  if (thread_.joinable()) thread_.join();
 }
 
 bool AdoptedBlocks::Adopt(int64_t extent) {
@@ -99,28 +92,15 @@ int64_t AdoptedBlocks::BeginVerify(const PrefixHash& hash) {
   Adopted adopted = Remove(hash);
   const int64_t extent = adopted.extent;
   ++num_verifying_;
-  MutexLock lock(mu_);
-  to_verify_.push_back(std::move(adopted));
-  if (!thread_.joinable()) thread_ = std::thread([this] { VerifyAll(); });
-  changed_.NotifyAll();
+  verifier_.Add(std::move(adopted));
   return extent;
 }
 
-void AdoptedBlocks::VerifyAll() {
-  for (;;) {
-    Adopted next;
-    {
-      MutexLock lock(mu_);
-      while (to_verify_.empty() && !stopping_) changed_.Wait(mu_);
-      if (stopping_) return;
-      next = std::move(to_verify_.front());
-      to_verify_.pop_front();
-    }
-    const absl::Status status = format_.Verify(next.block, host_.extent(next.extent));
-    MutexLock lock(mu_);
-    verified_.push_back({.extent = next.extent, .block = next.block, .status = status});
-    changed_.NotifyAll();
-  }
+void AdoptedBlocks::Verify(const Adopted& adopted) {
+  const absl::Status status = format_.Verify(adopted.block, host_.extent(adopted.extent));
+  MutexLock lock(mu_);
+  verified_.push_back({.extent = adopted.extent, .block = adopted.block, .status = status});
+  changed_.NotifyAll();
 }
 
 std::vector<AdoptedBlocks::Verified> AdoptedBlocks::TakeVerified() {

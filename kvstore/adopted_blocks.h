@@ -6,10 +6,8 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <optional>
 #include <set>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -21,6 +19,7 @@
 #include "kvstore/tiers/host_memory.h"
 #include "kvstore/tiers/host_slab.h"
 #include "kvstore/tiers/tier.h"
+#include "proto/process/work_thread.h"
 
 namespace kvasir::kvstore {
 
@@ -37,7 +36,6 @@ class AdoptedBlocks {
  public:
   // Takes the extents with sealed blocks, before any is taken. The references outlive it.
   AdoptedBlocks(const ExtentFormat& format, const HostMemory& memory, HostSlab& host);
-  ~AdoptedBlocks();
 
   bool Holds(const PrefixHash& hash) const { return by_hash_.contains(hash); }
   int64_t size() const { return static_cast<int64_t>(by_hash_.size()); }
@@ -77,7 +75,7 @@ class AdoptedBlocks {
   };
 
   bool Adopt(int64_t extent);
-  void VerifyAll() EXCLUDES(mu_);
+  void Verify(const Adopted& adopted) EXCLUDES(mu_);
   Adopted Remove(const PrefixHash& hash);
 
   const ExtentFormat& format_;
@@ -91,11 +89,9 @@ class AdoptedBlocks {
 
   kernels::Mutex mu_;
   kernels::CondVar changed_;
-  std::deque<Adopted> to_verify_ GUARDED_BY(mu_);
   std::vector<Verified> verified_ GUARDED_BY(mu_);
-  bool stopping_ GUARDED_BY(mu_) = false;
 
-  std::thread thread_;  // runs from the first BeginVerify on; last, as it uses everything above
+  proto::WorkThread<Adopted> verifier_;  // last, as it uses everything above
 };
 
 }  // namespace kvasir::kvstore

@@ -1,9 +1,7 @@
 #include "worker/peers/peer_tier.h"
 
 #include <algorithm>
-#include <deque>
 #include <optional>
-#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -15,7 +13,7 @@
 #include "kvstore/peers/lent_blocks.h"
 #include "kvstore/peers/peer_node.h"
 #include "kvstore/peers/socket_address.h"
-#include "proto/process/named_thread.h"
+#include "proto/process/work_thread.h"
 #include "worker/peers/peer_borrower.h"
 #include "worker/peers/peer_lender.h"
 
@@ -47,7 +45,8 @@ class PeerTierImpl final : public PeerTier, private kvstore::PeerHandler {
             {.peers = options.peers, .secret = options.secret, .patience = options.patience},
             format_,
             [this](const TierRead& read, std::vector<PeerBorrower::Part> parts,
-                   const absl::Status& status) { OnFetched(read, std::move(parts), status); }) {}
+                   const absl::Status& status) { OnFetched(read, std::move(parts), status); }),
+        verifier_("verify", [this](const Arrived& arrived) { Verify(arrived); }) {}
   ~PeerTierImpl() override;
 
   absl::Status Start(const PeerTierOptions& options);
@@ -118,9 +117,9 @@ class PeerTierImpl final : public PeerTier, private kvstore::PeerHandler {
 
   void OnFetched(const TierRead& read, std::vector<PeerBorrower::Part> parts,
                  const absl::Status& status) EXCLUDES(mu_);
-  void VerifyAll() EXCLUDES(mu_);
+  void Verify(const Arrived& arrived) EXCLUDES(mu_);
   // Verifies a block's parts and puts them together. The peer of one that is wrong hears of it.
-  absl::StatusOr<BlockIdentity> Join(const Arrived& block);
+  absl::StatusOr<BlockIdentity> Join(const Arrived& arrived);
   absl::StatusOr<BlockIdentity> JoinPart(const PeerBorrower::Part& part,
                                          const TierRead& read) const;
 
@@ -132,14 +131,11 @@ class PeerTierImpl final : public PeerTier, private kvstore::PeerHandler {
   PeerNode* caller_ = nullptr;  // node_, from its first callback on: before Create returns
 
   mutable kernels::Mutex mu_;
-  kernels::CondVar changed_;
-  std::deque<Arrived> arrived_ GUARDED_BY(mu_);
   std::vector<TierCompletion> completions_ GUARDED_BY(mu_);
   kvstore::PeerStats counts_ GUARDED_BY(mu_);  // of what was fetched
-  bool stopping_ GUARDED_BY(mu_) = false;
 
+  proto::WorkThread<Arrived> verifier_;
   std::unique_ptr<PeerNode> node_;
-  std::thread verifier_;
 };
 
 absl::Status PeerTierImpl::Start(const PeerTierOptions& options) {
@@ -152,18 +148,12 @@ absl::Status PeerTierImpl::Start(const PeerTierOptions& options) {
   node.port = at->port;
   node.transports = options.transports;
   KVASIR_ASSIGN_OR_RETURN(node_, PeerNode::Create(node, *this));
-  verifier_ = proto::NamedThread("verify", [this] { VerifyAll(); });
   return absl::OkStatus();
 }
 
 PeerTierImpl::~PeerTierImpl() {
-  {
-    MutexLock lock(mu_);
-    stopping_ = true;
-    changed_.NotifyAll();
-  }
-  if (verifier_.joinable()) verifier_.join();
-  node_.reset();  // from here on no memory of others is touched
+  verifier_.Stop();  // it uses the node
+  node_.reset();     // from here on no memory of others is touched
 }
 
 // --- the engine's thread ------------------------------------------------------------------------
@@ -245,41 +235,30 @@ void PeerTierImpl::OnTick() {
 
 void PeerTierImpl::OnFetched(const TierRead& read, std::vector<PeerBorrower::Part> parts,
                              const absl::Status& status) {
-  MutexLock lock(mu_);
   if (status.ok()) {
-    arrived_.push_back({.read = read, .parts = std::move(parts)});
-    changed_.NotifyAll();
+    verifier_.Add({.read = read, .parts = std::move(parts)});
     return;
   }
+  MutexLock lock(mu_);
   ++(absl::IsNotFound(status) ? counts_.absent_blocks : counts_.failed_blocks);
   completions_.push_back({.ticket = read.ticket, .status = status, .block = {}, .from_peer = true});
 }
 
 // --- the verifier -------------------------------------------------------------------------------
 
-void PeerTierImpl::VerifyAll() {
-  for (;;) {
-    Arrived next;
-    {
-      MutexLock lock(mu_);
-      while (arrived_.empty() && !stopping_) changed_.Wait(mu_);
-      if (stopping_) return;
-      next = std::move(arrived_.front());
-      arrived_.pop_front();
-    }
-    const absl::StatusOr<BlockIdentity> block = Join(next);
-    MutexLock lock(mu_);
-    if (block.ok()) {
-      ++counts_.fetched_blocks;
-      counts_.fetched_bytes += format_.extent_bytes();
-    } else {
-      ++counts_.refused_blocks;
-    }
-    completions_.push_back({.ticket = next.read.ticket,
-                            .status = block.status(),
-                            .block = block.ok() ? *block : BlockIdentity(),
-                            .from_peer = true});
+void PeerTierImpl::Verify(const Arrived& arrived) {
+  const absl::StatusOr<BlockIdentity> block = Join(arrived);
+  MutexLock lock(mu_);
+  if (block.ok()) {
+    ++counts_.fetched_blocks;
+    counts_.fetched_bytes += format_.extent_bytes();
+  } else {
+    ++counts_.refused_blocks;
   }
+  completions_.push_back({.ticket = arrived.read.ticket,
+                          .status = block.status(),
+                          .block = block.ok() ? *block : BlockIdentity(),
+                          .from_peer = true});
 }
 
 absl::StatusOr<BlockIdentity> PeerTierImpl::Join(const Arrived& arrived) {
