@@ -127,8 +127,15 @@ void PeerBorrower::OnLost(PeerLink link, const absl::Status& why) {
   peer.greeting.clear();
   SetAway(peer, why);
   std::vector<uint64_t> tickets;
+  int64_t begun = 0;
   for (const auto& [ticket, fetch] : fetches_) {
-    if (fetch.is_asked && fetch.part.peer == lost.mapped()) tickets.push_back(ticket);
+    if (!fetch.is_asked || fetch.part.peer != lost.mapped()) continue;
+    tickets.push_back(ticket);
+    if (fetch.has_place) ++begun;
+  }
+  if (!tickets.empty()) {
+    spdlog::warn("peer {}: lost with {} blocks asked for, {} of them begun", peer.name,
+                 tickets.size(), begun);
   }
   std::sort(tickets.begin(), tickets.end());
   for (const uint64_t ticket : tickets) {
