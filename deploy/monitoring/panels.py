@@ -87,7 +87,8 @@ CACHE = (
     Panel("Written to disk", "How much does the drive wear?", "Bps",
           ((rate("kv_disk_written_bytes_total", "rank"), "rank {{rank}}"),)),
     Panel("Blocks at peers", "Do peers help?", "short",
-          ((rate("peer_blocks_total", "result"), "{{result}}"), (gauge("peers", "state"), "peers {{state}}"))),
+          ((rate("peer_blocks_total", "result"), "{{result}}"), (gauge("peers", "state"), "peers {{state}}"),
+           (gauge("peers_set_aside", "instance"), "set aside by {{instance}}"))),
 )
 
 ATTENTION = (
@@ -112,6 +113,8 @@ PROCESSES = (
     Panel("Groups lost, rows failed", "Did anything fail?", "short",
           ((f"increase(kvasir_worker_group_losses_total{{{MODEL}}}[$__rate_interval])", "groups of {{instance}}"),
            (f"sum by (code) (increase(kvasir_failed_rows_total{{{MODEL}}}[$__rate_interval]))", "rows: {{code}}"))),
+    Panel("Requests moved to other servers", "Does a drain lose requests?", "short",
+          ((f"sum by (instance, result) (increase(kvasir_requests_moved_total{{{MODEL}}}[$__rate_interval]))", "{{result}} {{instance}}"),)),
     Panel("Connections", "Are connections at their bound?", "short",
           (("sum by (job, instance) (kvasir_connections)", "{{job}} {{instance}}"),
            ("sum by (job, reason) (rate(kvasir_connections_refused_total[$__rate_interval]))", "refused by {{job}}: {{reason}}"))),
