@@ -28,7 +28,7 @@ def perftest_put(transport, size, count):
     try:
         time.sleep(1)  # it says nowhere that it listens
         client = subprocess.run(["ucx_perftest", "127.0.0.1", "-p", port, "-t", "ucp_put_bw", "-s", str(size), "-n", str(count),
-                                 "-w", str(count // 10), "-f"], env=environment, check=True, capture_output=True, text=True)
+                                 "-w", str(max(1, count // 10)), "-f"], env=environment, check=True, capture_output=True, text=True)
     finally:
         server.kill()
         server.wait()

@@ -1,16 +1,31 @@
 #!/usr/bin/env python3
-"""First token of a prompt that another replica has read, beside the first token where it was computed: over each transport, to
-a replica of the same degree and of another one. tests/bench/peer_prefix.py --build build/cpu --model MODEL"""
+"""A prompt's prefix that a replica of another degree has read, fetched over each transport: time and bandwidth of the fetch,
+and of the first token, beside computing it and beside ucx_perftest's puts in the same run.
+
+    tests/bench/peer_prefix.py --build build/cpu
+
+The model is random, and has a large one's KV: 1 MiB a block of 64 tokens and KV head, of which it has two. Its prompts are
+read with a window, so that they are read soon. ucx_perftest (Debian's ucx-utils) puts the same bytes again and again: 1 MiB,
+which stay in a core's cache, and 256 MiB, which come from memory as a prefix does. The first prompt that a server fetches
+takes memory from the system, later ones use it again: the first is printed apart, and then medians.
+"""
 
 import argparse
 import os
 import pathlib
 import random
+import statistics
 import sys
 import tempfile
 import time
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(pathlib.Path(__file__).resolve().parents[1]), str(pathlib.Path(__file__).resolve().parent)]
+from peer_bandwidth import COUNTS, perftest_put  # noqa: E402
+
+MIB = 1 << 20
+PUT_BYTES, LARGE_PUT_BYTES, LARGE_PUTS = MIB, 256 * MIB, 4
+LAYERS, HEAD_DIM = 16, 128
+BYTES_PER_TOKEN = 2 * MIB // 64
 
 
 def fetched_bytes(service, ranks):
@@ -18,48 +33,86 @@ def fetched_bytes(service, ranks):
                if name.startswith("kvasir_kv_transfer_bytes_total") and 'from="peer"' in name)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--build", default="build/cpu")
-    parser.add_argument("--model", default="", help="a model folder; default: a random one that loads in no time")
-    parser.add_argument("--tokens", default="8000,32000", help="lengths of prompts")
-    parser.add_argument("--vocabulary", type=int, default=1400, help="prompts have tokens below it")
-    args = parser.parse_args()
-    os.environ["KVASIR_BUILD"] = args.build
-    from support.peers import free_ports, peer_blocks, shared_tokens
-    from support.service import Service
-    from support.tiny_model import make_tiny_model
-    from support.worker import write_secret
+class Pair:
+    """Two replicas that are each other's peers."""
 
-    lengths = [int(length) for length in args.tokens.split(",")]
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="kvasir-peer-prefix-"))
-    model = args.model or make_tiny_model(folder / "model")
-    secret = write_secret(folder, "secret")
-    print("| transports | ranks | tokens | fetched, MB | first token where it was computed, ms | first token where it was fetched, ms "
-          "| MB/s |\n|---|---|---|---|---|---|---|")
-    for transports, ranks in (("sm,tcp", (1, 1)), ("tcp", (1, 1)), ("sm,tcp", (2, 1)), ("sm,tcp", (1, 2))):
+    def __init__(self, folder, model, transports, ranks, longest):
+        """Their host tiers hold little more than the longest prompt."""
+        from support.peers import free_ports
+        from support.service import Service
+        from support.worker import write_secret
+
+        secret = write_secret(folder, f"secret-{transports}-{ranks[0]}-{ranks[1]}")
         first = free_ports(sum(ranks))
         ports = (first, first + ranks[0])
         replicas = ",".join(f"127.0.0.1:{port}*{count}" for port, count in zip(ports, ranks))
-        owner, asker = (Service(model=model, flags=[
-            f"--peer-listen=127.0.0.1:{port}", f"--peers={replicas}", f"--peer-secret-file={secret}", "--mass-sample-rate=0", "--threads=1",
-            f"--peer-transports={transports}", f"--tensor-parallel-size={count}", f"--max-model-len={max(lengths) + 64}",
-            "--kv-host-size-gb=2", "--kv-device-size-gb=0.5", "--allow-long-max-model-len"]) for port, count in zip(ports, ranks))
-        with owner, asker:
-            while asker.log().count(": linked, for blocks of") < max(ranks):
-                time.sleep(0.1)
-            before = fetched_bytes(asker, ranks[1])
-            for length in lengths:
-                rng = random.Random(length)
-                prompt = [rng.randrange(3, args.vocabulary) for _ in range(length)]
-                computed, fetched = (service.generate(prompt, max_tokens=2, ignore_eos=True) for service in (owner, asker))
-                assert computed.token_ids == fetched.token_ids
-                there, here = (answer.finish.timing.time_to_first_token.ToMilliseconds() for answer in (computed, fetched))
-                shared = fetched.finish.usage.cached_tokens.peer
-                assert shared == shared_tokens(length), (shared, peer_blocks(asker, "failed"))
-                moved, before = fetched_bytes(asker, ranks[1]) - before, fetched_bytes(asker, ranks[1])
-                print(f"| {transports} | {ranks[0]} to {ranks[1]} | {length} | {moved / 1e6:.1f} | {there} | {here} | "
-                      f"{moved / 1000 / here:.0f} |", flush=True)
+        self.ranks = ranks[1]
+        host_gb = 1.2 * longest * BYTES_PER_TOKEN / 1e9
+        self.owner, self.asker = (Service(model=model, flags=[
+            f"--peer-listen=127.0.0.1:{port}", f"--peers={replicas}", f"--peer-secret-file={secret}", "--mass-sample-rate=0",
+            "--threads=1", f"--peer-transports={transports}", f"--tensor-parallel-size={count}", f"--max-model-len={longest + 64}",
+            f"--kv-host-size-gb={host_gb / count}", f"--kv-device-size-gb={0.5 / count}", "--allow-long-max-model-len",
+            "--sparse-selector=streaming", "--sparse-prefill-selector=streaming", "--sparse-window-tokens=64",
+            "--sparse-sink-tokens=64"])
+            for port, count in zip(ports, ranks))
+        while self.asker.log().count(": linked, for blocks of") < max(ranks):
+            time.sleep(0.1)
+
+    def fetch(self, prompt):
+        """The finish of the request that computed the prompt, of the one that fetched it, and the bytes fetched."""
+        from support.peers import peer_blocks, shared_tokens
+
+        options = dict(max_tokens=4, ignore_eos=True, logprobs=1)
+        before = fetched_bytes(self.asker, self.ranks)
+        computed = self.owner.generate(prompt, **options)
+        fetched, again = (self.asker.generate(prompt, **options) for _ in range(2))
+        assert fetched.finish.usage.cached_tokens.peer == shared_tokens(len(prompt)), (
+            fetched.finish, [peer_blocks(self.asker, result) for result in ("fetched", "absent", "failed", "refused")])
+        assert computed.token_ids == fetched.token_ids == again.token_ids
+        assert fetched.logprobs == again.logprobs
+        return computed.finish.timing, fetched.finish.timing, fetched_bytes(self.asker, self.ranks) - before
+
+    def close(self):
+        for service in (self.asker, self.owner):
+            service.__exit__(None, None, None)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--build", default="build/cpu")
+    parser.add_argument("--tokens", default="8192,32768", help="lengths of prompts")
+    parser.add_argument("--rounds", type=int, default=2, help="prompts of each length, after the first")
+    args = parser.parse_args()
+    os.environ["KVASIR_BUILD"] = args.build
+    from support.peers import make_prompt
+    from support.tiny_model import make_tiny_model
+
+    lengths = sorted((int(length) for length in args.tokens.split(",")), reverse=True)
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="kvasir-peer-prefix-"))
+    model = make_tiny_model(folder / "model", layers=LAYERS, head_dim=HEAD_DIM)
+    print("| transports | ranks | tokens | fetched, MiB | the first, ms | later, ms | MiB/s | puts of 1 MiB, MiB/s | share "
+          "| puts of 256 MiB, MiB/s | share | first token, fetched, ms | computed, ms |\n|" + "---|" * 13)
+    seed = random.randrange(1 << 30)
+    for transports, ranks in (("sm,tcp", (1, 1)), ("sm,tcp", (2, 1)), ("sm,tcp", (1, 2)),
+                              ("tcp", (1, 1)), ("tcp", (2, 1)), ("tcp", (1, 2))):
+        transport = transports.split(",")[0]
+        pair = Pair(folder, model, transports, ranks, lengths[0])
+        for length in lengths:
+            rows = []
+            for _ in range(1 + args.rounds):
+                seed += 1
+                computed, fetched, moved = pair.fetch(make_prompt(seed, length))
+                rows.append([moved / MIB, *(span.ToMilliseconds() for span in (
+                    fetched.restore, fetched.time_to_first_token, computed.time_to_first_token))])
+            first = rows[0][1] if length == lengths[0] else "-"
+            mib, restore, here, there = (statistics.median(column) for column in zip(*rows[1:]))
+            puts, large = (perftest_put(transport, size, count)
+                           for size, count in ((PUT_BYTES, COUNTS[transport]), (LARGE_PUT_BYTES, LARGE_PUTS)))
+            bandwidth = mib * 1000 / restore
+            print(f"| {transports} | {ranks[0]} to {ranks[1]} | {length} | {mib:.0f} | {first} | {restore:.0f} | {bandwidth:.0f} | "
+                  f"{puts:.0f} | {bandwidth / puts:.2f} | {large:.0f} | {bandwidth / large:.2f} | {here:.0f} | {there:.0f} |",
+                  flush=True)
+        pair.close()
 
 
 if __name__ == "__main__":

@@ -91,9 +91,10 @@ class LostPeers(unittest.TestCase):
         while (middle := sum(0 < came < BLOCKS or cut > 0 for came, cut in kills)) < self.kills:
             self.assertLess(len(kills), 10 + 2 * self.kills, f"of {len(kills)} kills {middle} were in the middle of a transfer")
             kills.append(self.play(rng, len(kills), *forms[len(kills) % len(forms)]))
+            if len(kills) % 10 == 0:
+                print(f"{len(kills)} kills, so many blocks had come and begun to come: {kills[-10:]}", flush=True)
         cut = sum(cut > 0 for came, cut in kills)
-        print(f"{len(kills)} kills, {middle} in the middle of the transfer of {BLOCKS} blocks, {cut} in the middle of a block; "
-              f"so many had come, and begun to come: {kills}")
+        print(f"{len(kills)} kills, {middle} in the middle of the transfer of {BLOCKS} blocks, {cut} with blocks begun: {kills}")
 
 
 if __name__ == "__main__":

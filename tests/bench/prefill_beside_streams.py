@@ -1,0 +1,138 @@
+#!/usr/bin/env python3
+"""Time between the tokens of running streams while a long prompt is read: by another server (--prefill-servers), by their
+own, and while there is none.
+
+    tests/bench/prefill_beside_streams.py --build build/cpu
+
+Each server has one core for itself. The client, which does little, shares that of the server that prefills, and goes first there.
+"""
+
+import argparse
+import os
+import pathlib
+import statistics
+import sys
+import tempfile
+import threading
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+
+def on_core(core):
+    return lambda: os.sched_setaffinity(0, {core})
+
+
+class Streams:
+    """Answers that go on until they are cancelled; the times of their tokens."""
+
+    def __init__(self, service, count, prompt_of):
+        self.calls = [service.stream(prompt_of(i), max_tokens=20000, ignore_eos=True) for i in range(count)]
+        self.times = [[] for _ in range(count)]
+        self.threads = [threading.Thread(target=self._read, args=(i,)) for i in range(count)]
+        for thread in self.threads:
+            thread.start()
+
+    def _read(self, index):
+        try:
+            for response in self.calls[index]:
+                if response.WhichOneof("event") == "tokens":
+                    self.times[index].append(time.monotonic())
+        except Exception:  # cancelled
+            pass
+
+    def stop(self):
+        for call in self.calls:
+            call.cancel()
+        for thread in self.threads:
+            thread.join()
+
+    def gaps(self, begin, end):
+        return [later - earlier for times in self.times for earlier, later in zip(times, times[1:]) if begin <= later <= end]
+
+
+def percentile(values, share):
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
+
+
+class Pair:
+    """A server that prefills and one that decodes, each on a core of its own."""
+
+    def __init__(self, folder, tokens):
+        from support.peers import free_ports
+        from support.service import Service
+        from support.tiny_model import make_tiny_model
+        from support.worker import write_secret
+
+        self.tokens = tokens  # prompts from this length on are read by the other server
+        first = free_ports(2)
+        model = make_tiny_model(folder / "model")
+        flags = [f"--peer-secret-file={write_secret(folder, 'secret')}", "--mass-sample-rate=0", "--threads=1", "--kv-host-size-gb=2",
+                 "--kv-device-size-gb=0.5", f"--max-model-len={2 * tokens}", "--allow-long-max-model-len"]
+        self.prefill = Service(model=model, preexec=on_core(0), flags=[*flags, f"--peer-listen=127.0.0.1:{first}"])
+        self.decode = Service(model=model, preexec=on_core(1), flags=[
+            *flags, f"--peer-listen=127.0.0.1:{first + 1}", f"--peers=127.0.0.1:{first}",
+            f"--prefill-servers={self.prefill.address}", f"--prefill-min-tokens={tokens}"])
+        self.decode.wait_for_log(": linked, for blocks of")
+
+    def play(self, seed, num_streams, prompt_tokens, seconds):
+        """Times between tokens of streams while a prompt is read, or for `seconds` if it is empty; and how long that took."""
+        from support.peers import make_prompt, shared_tokens
+        from support.service import read_stream
+
+        streams = Streams(self.decode, num_streams, lambda i: make_prompt(seed * 100 + i, 500))
+        while any(len(times) < 100 for times in streams.times):
+            time.sleep(0.01)
+        begin = time.monotonic()
+        if prompt_tokens:
+            answer = read_stream(self.decode.stream(make_prompt(seed, prompt_tokens), max_tokens=1))
+            from_peer = answer.finish.usage.cached_tokens.peer
+            assert from_peer == (shared_tokens(prompt_tokens) if prompt_tokens >= self.tokens else 0), from_peer
+        else:
+            time.sleep(seconds)
+        end = time.monotonic()
+        streams.stop()
+        return streams.gaps(begin, end), end - begin
+
+    def close(self):
+        for service in (self.decode, self.prefill):
+            service.__exit__(None, None, None)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--build", default="build/cpu")
+    parser.add_argument("--tokens", type=int, default=32768, help="length of the prompt")
+    parser.add_argument("--streams", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    os.environ["KVASIR_BUILD"] = args.build
+
+    pair = Pair(pathlib.Path(tempfile.mkdtemp(prefix="kvasir-prefill-bench-")), args.tokens)
+    on_core(0)()
+    os.setpriority(os.PRIO_PROCESS, 0, -10)
+    # One token less than what the other server reads: the streams' own reads it.
+    cases = {"read by another server": args.tokens, "none": 0, "read by the streams' own": args.tokens - 1}
+    gaps = {name: [] for name in cases}
+    took = {name: [] for name in cases}
+    seconds = 0
+    for number in range(args.rounds * len(cases)):
+        name = list(cases)[number % len(cases)]
+        round_gaps, seconds = pair.play(number + 1, args.streams, cases[name], seconds)
+        gaps[name].append([1000 * gap for gap in round_gaps])
+        took[name].append(seconds)
+    pair.close()
+    print(f"{args.streams} streams, a prompt of {args.tokens} tokens, {args.rounds} rounds\n\n"
+          "| prompt | first token after, s | tokens | p50, ms | p99, ms | longest, ms | p99 of each round, ms |\n" + "|---" * 7 + "|")
+    for name in cases:
+        every = sum(gaps[name], [])
+        first_token = "-" if name == "none" else f"{statistics.median(took[name]):.2f}"
+        rounds = ", ".join(f"{percentile(round_gaps, 0.99):.2f}" for round_gaps in gaps[name])
+        print(f"| {name} | {first_token} | {len(every)} | {percentile(every, 0.5):.2f} | {percentile(every, 0.99):.2f} | "
+              f"{max(every):.1f} | {rounds} |")
+    beside, alone = (percentile(sum(gaps[name], []), 0.99) for name in ("read by another server", "none"))
+    print(f"\np99 beside a prompt that another server reads, of that without one: {beside / alone:.2f}")
+
+
+if __name__ == "__main__":
+    main()
