@@ -6,8 +6,9 @@ and of the first token, beside computing it and beside ucx_perftest's puts in th
 
 The model is random, and has a large one's KV: 1 MiB a block of 64 tokens and KV head, of which it has two. Its prompts are
 read with a window, so that they are read soon. ucx_perftest (Debian's ucx-utils) puts the same bytes again and again: 1 MiB,
-which stay in a core's cache, and 256 MiB, which come from memory as a prefix does. The first prompt that a server fetches
-takes memory from the system, later ones use it again: the first is printed apart, and then medians.
+which stay in a core's cache, and through shared memory also 256 MiB, which come from memory as a prefix does. The first
+prompt that a server fetches takes memory from the system, later ones use it again: the first is printed apart from the
+medians of the others.
 """
 
 import argparse
@@ -106,12 +107,14 @@ def main():
                     fetched.restore, fetched.time_to_first_token, computed.time_to_first_token))])
             first = rows[0][1] if length == lengths[0] else "-"
             mib, restore, here, there = (statistics.median(column) for column in zip(*rows[1:]))
-            puts, large = (perftest_put(transport, size, count)
-                           for size, count in ((PUT_BYTES, COUNTS[transport]), (LARGE_PUT_BYTES, LARGE_PUTS)))
             bandwidth = mib * 1000 / restore
+            puts = perftest_put(transport, PUT_BYTES, COUNTS[transport])
+            large = "- | -"
+            if transport == "sm":
+                large_puts = perftest_put(transport, LARGE_PUT_BYTES, LARGE_PUTS)
+                large = f"{large_puts:.0f} | {bandwidth / large_puts:.2f}"
             print(f"| {transports} | {ranks[0]} to {ranks[1]} | {length} | {mib:.0f} | {first} | {restore:.0f} | {bandwidth:.0f} | "
-                  f"{puts:.0f} | {bandwidth / puts:.2f} | {large:.0f} | {bandwidth / large:.2f} | {here:.0f} | {there:.0f} |",
-                  flush=True)
+                  f"{puts:.0f} | {bandwidth / puts:.2f} | {large} | {here:.0f} | {there:.0f} |", flush=True)
         pair.close()
 
 
