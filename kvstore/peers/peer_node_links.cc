@@ -19,19 +19,24 @@ constexpr unsigned kMessageId = 1;  // of UCX's active messages
 constexpr std::chrono::seconds kSetUpPatience(1);
 // How long a link that ends waits for bodies on their way before it is given up.
 constexpr std::chrono::seconds kBodyPatience(2);
+constexpr int kMostRounds = 1000;  // of UCX's progress, for what ends without the other process
 
 }  // namespace
 
 // UCX may call back for requests in flight, which it forgets.
 PeerNodeImpl::Link::~Link() {
   if (endpoint != nullptr && !is_shared) CloseEndpoint();
-  if (worker != nullptr) ucp_worker_destroy(worker);
+  if (worker != nullptr) {
+    // A body whose copy failed, because the other process is gone, has ended for us. Its further
+    // parts may still be queued, and UCX 1.13 ends the process when they are at its worker's end.
+    for (int i = 0; i < kMostRounds && ucp_worker_progress(worker) != 0; ++i) continue;
+    ucp_worker_destroy(worker);
+  }
   for (Request* request : in_flight) delete request;
 }
 
 // At once, whatever the other process does. UCX has no such end for shared memory.
 void PeerNodeImpl::Link::CloseEndpoint() {
-  constexpr int kMostRounds = 1000;
   ucp_request_param_t param = {};
   param.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
   param.flags = UCP_EP_CLOSE_FLAG_FORCE;
