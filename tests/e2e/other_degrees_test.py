@@ -104,6 +104,8 @@ class OtherDegrees(unittest.TestCase):
         with self.serve(store, 4) as service:
             for pid in workers_of(service)[::2]:
                 disk_test.os.kill(pid, 9)
+            wait_until(lambda: service.metric("kvasir_worker_group_losses_total") > 0, "the loss is noticed")
+            wait_until(lambda: service.metric("kvasir_worker_up") == 4, "the group forms again")
             answers = [service.generate(prompt, **OPTIONS) for prompt in self.prompts]
             self.assertEqual([answer.token_ids for answer in answers], expected)
             self.assertEqual([answer.finish.usage.cached_tokens.disk for answer in answers],
