@@ -68,7 +68,7 @@ class Pair:
         first = free_ports(2)
         model = make_tiny_model(folder / "model")
         flags = [f"--peer-secret-file={write_secret(folder, 'secret')}", "--mass-sample-rate=0", "--threads=1", "--kv-host-size-gb=2",
-                 "--kv-device-size-gb=0.5", f"--max-model-len={2 * tokens}", "--allow-long-max-model-len"]
+                 "--kv-device-size-gb=0.5", f"--max-model-len={max(2 * tokens, 32768)}", "--allow-long-max-model-len"]
         self.prefill = Service(model=model, preexec=on_core(0), flags=[*flags, f"--peer-listen=127.0.0.1:{first}"])
         self.decode = Service(model=model, preexec=on_core(1), flags=[
             *flags, f"--peer-listen=127.0.0.1:{first + 1}", f"--peers=127.0.0.1:{first}",
