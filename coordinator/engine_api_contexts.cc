@@ -122,9 +122,9 @@ void EngineApi::ExportBlock(int64_t context, int64_t index,
 void EngineApi::ImportBlock(int64_t context, std::vector<v1::HeadExtent> heads,
                             std::function<void(const absl::Status&)> done) {
   context_.engine.Call(
-      [context, heads = std::move(heads), done = std::move(done)](Scheduler* scheduler) {
+      [context, heads = std::move(heads), done = std::move(done)](Scheduler* scheduler) mutable {
         if (scheduler == nullptr) return done(NoGroup());
-        scheduler->exchange().Import(context, heads, done);
+        scheduler->exchange().Import(context, std::move(heads), std::move(done));
       });
 }
 

@@ -39,8 +39,7 @@ absl::StatusOr<std::vector<ExportedBlock::Part>> KvStoreImpl::PartsOf(BlockId id
   if (IsLean(state)) {
     return absl::FailedPreconditionError(
         "pages of it lie on disk only, as --kv-on-demand-size-gb lets them; export it from a "
-        "server "
-        "without that flag");
+        "server without that flag");
   }
   const absl::Span<std::byte> extent = host_.extent(state.extent);
   KVASIR_ASSIGN_OR_RETURN(const BlockIdentity block, format_.ReadHeader(extent));

@@ -72,11 +72,11 @@ void ContextExchange::OnExportedBy(const v1::ExportedBlock& exported) {
   pending.status.Update(StatusOf(exported));
   for (const v1::HeadExtent& head : exported.heads()) pending.heads[head.head()] = head;
   if (--pending.ranks_left > 0) return;
-  const PendingExport ended = std::move(exporting_.extract(it).mapped());
+  PendingExport ended = std::move(exporting_.extract(it).mapped());
   if (!ended.status.ok()) return ended.done(ended.status);
   std::vector<v1::HeadExtent> heads;
-  for (const auto& [number, head] : ended.heads) heads.push_back(head);
-  ended.done(heads);
+  for (auto& [number, head] : ended.heads) heads.push_back(std::move(head));
+  ended.done(std::move(heads));
 }
 
 absl::StatusOr<Block> ContextExchange::TakeBlock() const {
