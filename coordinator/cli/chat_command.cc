@@ -130,6 +130,7 @@ class Chat {
     request.mutable_chat()->set_messages(all.dump());
     request.set_tenant_id(config_.tenant());
     request.mutable_policy()->set_name(policy_);
+    request.set_context(config_.context());
     v1::SamplingParams& sampling = *request.mutable_sampling();
     sampling.set_max_tokens(config_.max_tokens());
     sampling.set_temperature(static_cast<float>(config_.temperature()));
@@ -205,6 +206,7 @@ absl::Status RunChat(const v1::ChatCommandConfig& config) {
   KVASIR_RETURN_IF_ERROR(CheckUtf8("--system", config.system()));
   KVASIR_RETURN_IF_ERROR(CheckUtf8("--tenant", config.tenant()));
   KVASIR_RETURN_IF_ERROR(CheckUtf8("--policy", config.policy()));
+  KVASIR_RETURN_IF_ERROR(CheckUtf8("--context", config.context()));
   // In a pipe Ctrl-C ends the program, as it ends others.
   std::unique_ptr<InterruptWatch> interrupts;
   if (isatty(STDIN_FILENO) != 0) {

@@ -102,6 +102,7 @@ absl::StatusOr<v1::GenerateRequest> MakeGenerateRequest(const v1::GenerateComman
   KVASIR_RETURN_IF_ERROR(CheckUtf8("--tenant", config.tenant()));
   KVASIR_RETURN_IF_ERROR(CheckUtf8("--policy", config.policy()));
   KVASIR_RETURN_IF_ERROR(CheckUtf8("--request-id", config.request_id()));
+  KVASIR_RETURN_IF_ERROR(CheckUtf8("--context", config.context()));
   v1::GenerateRequest request;
   request.set_text(std::move(prompt));
   request.set_tenant_id(config.tenant());

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -92,6 +93,22 @@ class Chat(unittest.TestCase):
         self.assertGreater(read("one\ntwo\n"), read("two\n"))
         self.assertEqual(read("one\n/clear\ntwo\n"), read("two\n"))
         self.assertGreater(read("/system Be kind to all.\ntwo\n"), read("two\n"))
+
+    def test_a_context_precedes_the_conversation(self):
+        document = " ".join(str(number) for number in range(200))
+        create = subprocess.run([KVASIR, "context", "create", "--name=doc", f"--text={document}", "--wait",
+                                 f"--server={self.service.address}"], capture_output=True, text=True, timeout=60, check=False)
+        self.assertEqual(create.returncode, 0, create.stderr)
+        tokens = len(self.service.stub.Tokenize(generation_pb2.TokenizeRequest(text=document)).token_ids)
+
+        def numbers(*flags):
+            said = self.pipe("two\n/context\n", "--max-tokens=1", *flags).stderr.decode()
+            return [int(number) for number in re.search(r"tokens: (\d+) read, of which (\d+) were cached", said).groups()]
+        alone, _ = numbers()
+        read, cached = numbers("--context=doc")
+        self.assertEqual(read, tokens + alone)
+        self.assertGreaterEqual(cached, tokens // 64 * 64)
+        self.assertIn("there is no context none", self.pipe("two\n", "--context=none").stderr.decode())
 
     def test_ctrl_c_stops_the_answer_and_not_the_program(self):
         terminal = Terminal(f"--server={self.service.address}", "--temperature=1", "--max-tokens=8000")
