@@ -83,6 +83,8 @@ absl::StatusOr<std::unique_ptr<Contexts>> OpenContexts(const v1::ServeConfig& co
   options.folder = config.contexts_path();
   options.max_contexts = config.max_contexts();
   options.max_tokens = static_cast<int64_t>(config.max_context_tokens());
+  options.max_tenant_contexts = config.max_tenant_contexts();
+  options.max_tenant_tokens = config.max_tenant_context_tokens();
   options.pin_host_bytes = std::llround(config.context_pin_host_gb() * 1e9);
   options.pin_disk_bytes = std::llround(config.context_pin_disk_gb() * 1e9);
   const std::string& disk = config.kv().kv_disk_path();

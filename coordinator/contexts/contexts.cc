@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "spdlog/spdlog.h"
@@ -133,7 +134,7 @@ absl::StatusOr<v1::Context> Contexts::Create(const v1::CreateContextRequest& req
                           .created_at_unix_s = absl::ToUnixSeconds(absl::Now())};
   {
     MutexLock lock(mu_);
-    KVASIR_RETURN_IF_ERROR(CheckNew(context));  // before its text is worked on
+    KVASIR_RETURN_IF_ERROR(CheckNew(context, by.caller.get()));  // before its text is worked on
   }
   v1::GenerateRequest prompt = PromptRequestOf(request);
   *prompt.mutable_policy() = request.policy();
@@ -163,7 +164,7 @@ absl::StatusOr<v1::Context> Contexts::Fork(const v1::ForkContextRequest& request
   return DescribeNow(*added);
 }
 
-absl::Status Contexts::CheckNew(const NamedContext& context) const {
+absl::Status Contexts::CheckNew(const NamedContext& context, const Caller* caller) const {
   if (entries_.contains({context.tenant, context.name})) {
     return absl::AlreadyExistsError(
         absl::StrCat("there is a context ", context.name, "; choose another name, or delete it"));
@@ -174,11 +175,54 @@ absl::Status Contexts::CheckNew(const NamedContext& context) const {
                                                      "delete some, or raise --max-contexts"));
   }
   const int64_t tokens = std::ssize(context.tokens);
-  if (tokens_ + tokens <= options_.max_tokens) return absl::OkStatus();
+  if (tokens_ + tokens <= options_.max_tokens) return CheckShare(context, caller);
   return absl::ResourceExhaustedError(
       absl::StrCat("context ", context.name, " has ", tokens, " tokens, all others have ", tokens_,
                    "; the server keeps ", options_.max_tokens,
                    ": delete some, shorten it, or raise --max-context-tokens"));
+}
+
+absl::Status Contexts::CheckShare(const NamedContext& context, const Caller* caller) const {
+  uint64_t most = options_.max_tenant_contexts;
+  uint64_t most_tokens = options_.max_tenant_tokens;
+  if (caller != nullptr) {
+    const CallerLimits& limits = caller->limits();
+    if (limits.contexts > 0) most = limits.contexts;
+    if (limits.context_tokens > 0) most_tokens = limits.context_tokens;
+  }
+  if (most == 0 && most_tokens == 0) return absl::OkStatus();
+  uint64_t contexts = 0;
+  uint64_t tokens = 0;
+  ForEachOf(context.tenant, caller, [&](const Entry& entry) {
+    ++contexts;
+    tokens += entry.context->tokens.size();
+  });
+  if (most > 0 && contexts >= most) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("the tenant has ", contexts, " contexts and may keep ", most,
+                     "; delete some, or raise --max-tenant-contexts, or contexts of its API key"));
+  }
+  if (most_tokens == 0 || tokens + context.tokens.size() <= most_tokens) return absl::OkStatus();
+  return absl::ResourceExhaustedError(
+      absl::StrCat("context ", context.name, " has ", context.tokens.size(),
+                   " tokens, the tenant's others have ", tokens, "; it may keep ", most_tokens,
+                   ": delete some, shorten it, or raise --max-tenant-context-tokens, or "
+                   "context-tokens of its API key"));
+}
+
+void Contexts::ForEachOf(const std::string& tenant, const Caller* caller,
+                         absl::FunctionRef<void(const Entry& entry)> visit) const {
+  const std::string whose = caller != nullptr ? caller->Tenant("") : tenant;
+  for (auto it = entries_.lower_bound({whose, ""});
+       it != entries_.end() && it->first.first == whose; ++it) {
+    visit(it->second);
+  }
+  if (caller == nullptr) return;
+  const std::string parts = absl::StrCat(whose, ":");
+  for (auto it = entries_.lower_bound({parts, ""});
+       it != entries_.end() && absl::StartsWith(it->first.first, parts); ++it) {
+    visit(it->second);
+  }
 }
 
 absl::StatusOr<std::shared_ptr<const NamedContext>> Contexts::Add(
@@ -188,7 +232,7 @@ absl::StatusOr<std::shared_ptr<const NamedContext>> Contexts::Add(
   v1::ContextRecord record;
   {
     MutexLock lock(mu_);
-    KVASIR_RETURN_IF_ERROR(CheckNew(context));
+    KVASIR_RETURN_IF_ERROR(CheckNew(context, entry.caller.get()));
     context.number = next_number_++;
     entry.context = std::make_shared<const NamedContext>(std::move(context));
     record = RecordOf(entry);

@@ -39,6 +39,9 @@ struct ContextsOptions {
   std::string folder;        // of the records; empty: they end with the process
   int64_t max_contexts = 0;  // of all tenants
   int64_t max_tokens = 0;    // of all contexts together
+  // That a tenant may keep, unless its key says otherwise. 0: as many as all.
+  uint64_t max_tenant_contexts = 0;
+  uint64_t max_tenant_tokens = 0;
   // That a tenant may pin, unless its key says otherwise. 0: as much as there is room.
   int64_t pin_host_bytes = 0;
   int64_t pin_disk_bytes = 0;
@@ -173,7 +176,13 @@ class Contexts {
   absl::Status ImportBlocks(const std::shared_ptr<const NamedContext>& context, PartReader read);
   // ABORTED when the context was deleted or evicted.
   absl::Status CheckUnderWay(const NamedContext& context) EXCLUDES(mu_);
-  absl::Status CheckNew(const NamedContext& context) const REQUIRES(mu_);
+  absl::Status CheckNew(const NamedContext& context, const Caller* caller) const REQUIRES(mu_);
+  // RESOURCE_EXHAUSTED when the tenant, or all tenants of the caller's key, would have more than
+  // they may keep.
+  absl::Status CheckShare(const NamedContext& context, const Caller* caller) const REQUIRES(mu_);
+  // Calls `visit` for the entries of the tenant, or of all tenants of the caller's key.
+  void ForEachOf(const std::string& tenant, const Caller* caller,
+                 absl::FunctionRef<void(const Entry& entry)> visit) const REQUIRES(mu_);
   absl::Status Save(const v1::ContextRecord& record) REQUIRES(files_mu_);
   v1::ContextRecord RecordOf(const Entry& entry) const REQUIRES(mu_);
   absl::StatusOr<const Entry*> FindEntry(const std::string& tenant, const std::string& name) const

@@ -5,7 +5,6 @@
 #include <string>
 #include <utility>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 
@@ -91,17 +90,14 @@ int64_t Contexts::Quota(const NamedContext& context, v1::Tier tier, const Caller
     if (own > 0) bytes = own;
   }
   if (bytes == 0) return std::numeric_limits<int64_t>::max();
-  const std::string whose = caller != nullptr ? caller->Tenant("") : context.tenant;
-  const std::string parts = absl::StrCat(whose, ":");
   int64_t pinned = 0;
-  for (const auto& [key, entry] : entries_) {
-    const bool is_part = caller != nullptr && absl::StartsWith(key.first, parts);
-    if ((key.first != whose && !is_part) || entry.context.get() == &context) continue;
+  ForEachOf(context.tenant, caller, [&](const Entry& entry) {
+    if (entry.context.get() == &context) return;
     const auto pin = entry.pins.find(tier);
     const auto ordered = entry.ordered_blocks.find(tier);
     pinned += std::max(pin == entry.pins.end() ? 0 : pin->second.blocks.granted,
                        ordered == entry.ordered_blocks.end() ? 0 : ordered->second);
-  }
+  });
   return std::max<int64_t>(0, bytes / std::max<int64_t>(1, block_bytes) - pinned);
 }
 

@@ -42,6 +42,13 @@ int64_t* SizeOf(const std::string& field, CallerLimits& limits) {
   return field == "pin-disk-gb" ? &limits.pinned_disk_bytes : nullptr;
 }
 
+// The limit that a field without a unit sets; null: there is no such field.
+uint64_t* CountOf(const std::string& field, CallerLimits& limits) {
+  if (field == "tokens-per-minute") return &limits.tokens_per_minute;
+  if (field == "contexts") return &limits.contexts;
+  return field == "context-tokens" ? &limits.context_tokens : nullptr;
+}
+
 absl::Status ReadField(const std::string& field, const YAML::Node& value, ApiKeyEntry& key) {
   const auto expected = [&](const auto&... what) {
     return absl::InvalidArgumentError(absl::StrCat(field, " must be ", what...));
@@ -64,9 +71,9 @@ absl::Status ReadField(const std::string& field, const YAML::Node& value, ApiKey
   } else if (field == "concurrent-requests") {
     key.limits.concurrent_requests = value.as<uint32_t>();
     if (key.limits.concurrent_requests == 0) return expected("at least 1");
-  } else if (field == "tokens-per-minute") {
-    key.limits.tokens_per_minute = value.as<uint64_t>();
-    if (key.limits.tokens_per_minute == 0) return expected("at least 1");
+  } else if (uint64_t* const count = CountOf(field, key.limits); count != nullptr) {
+    *count = value.as<uint64_t>();
+    if (*count == 0) return expected("at least 1");
   } else if (int64_t* const bytes = SizeOf(field, key.limits); bytes != nullptr) {
     const auto size = value.as<double>();
     *bytes = size > 0 && size <= kMostKvGb ? std::llround(size * 1e9) : 0;

@@ -24,6 +24,9 @@ struct CallerLimits {
   // KV of contexts that its tenant may pin. 0: as the server says.
   int64_t pinned_host_bytes = 0;
   int64_t pinned_disk_bytes = 0;
+  // Contexts that its tenant may keep, and tokens of all of them. 0: as the server says.
+  uint64_t contexts = 0;
+  uint64_t context_tokens = 0;
 };
 
 // Needs of one request.

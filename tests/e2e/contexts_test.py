@@ -153,12 +153,18 @@ class ContextsTest(unittest.TestCase):
         self.assertEqual(client.names(), ["once"])
 
     def test_the_number_of_contexts_and_of_their_tokens_is_bounded(self):
-        with Service(model=self.model, flags=[*FLAGS, "--max-contexts=2", "--max-context-tokens=200"]) as service:
-            client = Client(service)
+        flags = [*FLAGS, "--max-contexts=3", "--max-context-tokens=201", "--max-tenant-contexts=2", "--max-tenant-context-tokens=200"]
+        with Service(model=self.model, flags=flags) as service:
+            client, other = Client(service), Client(service, "other")
             client.create("a", tokens_of(150, seed=1))
-            self.assertRefused(grpc.StatusCode.RESOURCE_EXHAUSTED, "--max-context-tokens", client.create, "b", tokens_of(51, seed=2))
+            exhausted = grpc.StatusCode.RESOURCE_EXHAUSTED
+            self.assertRefused(exhausted, "--max-context-tokens", client.create, "b", tokens_of(52, seed=2))
+            self.assertRefused(exhausted, "--max-tenant-context-tokens", client.create, "b", tokens_of(51, seed=2))
             client.create("b", tokens_of(50, seed=2))
-            self.assertRefused(grpc.StatusCode.RESOURCE_EXHAUSTED, "--max-contexts", client.create, "c", [1])
+            self.assertRefused(exhausted, "--max-tenant-contexts", client.create, "c", [1])
+            other.create("c", [1])
+            self.assertRefused(exhausted, "--max-contexts", other.create, "d", [1])
+            other.call("Delete", "DeleteContextRequest", name="c")
             client.call("Delete", "DeleteContextRequest", name="a")
             client.create("c", tokens_of(150, seed=3))
             client.await_read("c")

@@ -177,6 +177,52 @@ class ContextsTest : public ::testing::Test {
   std::unique_ptr<Contexts> contexts_;
 };
 
+// --- shares -------------------------------------------------------------------------------------
+
+TEST_F(ContextsTest, ATenantMayKeepItsShareAndLeavesTheRestToOthers) {
+  ContextsOptions options;
+  options.max_tenant_contexts = 2;
+  options.max_tenant_tokens = 64 * 4;
+  Open(options);
+  const ContextCaller greedy = {.caller = nullptr, .tenant = "greedy"};
+  const auto create = [&](const std::string& name, uint32_t blocks, const ContextCaller& by) {
+    return contexts_->Create(Blocks(name, blocks), by).status();
+  };
+  ASSERT_EQ(create("a", 2, greedy), absl::OkStatus());
+  const absl::Status long_one = create("b", 3, greedy);
+  EXPECT_TRUE(absl::IsResourceExhausted(long_one)) << long_one;
+  EXPECT_THAT(long_one.message(), HasSubstr("others have 128; it may keep 256"));
+  ASSERT_EQ(create("b", 1, greedy), absl::OkStatus());
+  const absl::Status third = create("c", 1, greedy);
+  EXPECT_TRUE(absl::IsResourceExhausted(third)) << third;
+  EXPECT_THAT(third.message(), HasSubstr("has 2 contexts and may keep 2"));
+  EXPECT_EQ(create("a", 4, {.caller = nullptr, .tenant = "greedy:not"}), absl::OkStatus());
+  EXPECT_EQ(create("a", 4, {.caller = nullptr, .tenant = "other"}), absl::OkStatus());
+  v1::DeleteContextRequest request;
+  request.set_name("a");
+  ASSERT_EQ(contexts_->Delete(request, greedy), absl::OkStatus());
+  EXPECT_EQ(create("c", 3, greedy), absl::OkStatus());
+}
+
+TEST_F(ContextsTest, AKeysShareIsOneForAllTenantsOfIt) {
+  ContextsOptions options;
+  options.max_tenant_contexts = 1;
+  Open(options);
+  const auto key = std::make_shared<const Caller>(
+      "key", "acme", CallerLimits{.contexts = 2, .context_tokens = 64 * 4}, nullptr);
+  const auto other = std::make_shared<const Caller>("other", "acme-2", CallerLimits(), nullptr);
+  const auto create = [&](const std::string& name, uint32_t blocks,
+                          const std::shared_ptr<const Caller>& caller, const std::string& part) {
+    return contexts_->Create(Blocks(name, blocks), ContextCallerOf(caller, part)).status().code();
+  };
+  EXPECT_EQ(create("a", 2, other, ""), absl::StatusCode::kOk);
+  EXPECT_EQ(create("b", 2, other, "part"), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(create("a", 2, key, "one"), absl::StatusCode::kOk);
+  EXPECT_EQ(create("a", 3, key, "two"), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(create("a", 2, key, ""), absl::StatusCode::kOk);
+  EXPECT_EQ(create("b", 1, key, "three"), absl::StatusCode::kResourceExhausted);
+}
+
 // --- pins ---------------------------------------------------------------------------------------
 
 TEST_F(ContextsTest, PinsThatAreOrderedTogetherHaveOneQuota) {

@@ -86,7 +86,11 @@ TEST_F(ApiKeysTest, AFileThatIsWrongIsRefusedWithItsPlace) {
   EXPECT_THAT(RefusalOf("keys: [{name: a, key: b}]"), HasSubstr("key 1: there is no field key"));
   EXPECT_THAT(RefusalOf("keys: [{sha256: 12}]"), HasSubstr("64 hexadecimal digits"));
   EXPECT_THAT(RefusalOf("keys: [{tenant: 'a:b'}]"), HasSubstr("tenant must be 1 to 64 letters"));
-  EXPECT_THAT(RefusalOf("keys: [{concurrent-requests: 0}]"), HasSubstr("at least 1"));
+  for (const char* field :
+       {"concurrent-requests", "tokens-per-minute", "contexts", "context-tokens"}) {
+    EXPECT_THAT(RefusalOf(absl::StrCat("keys: [{", field, ": 0}]")),
+                HasSubstr(absl::StrCat(field, " must be at least 1")));
+  }
   for (const char* size : {"0", "-1", "1e7", ".nan", ".inf", "1e-12"}) {
     EXPECT_THAT(RefusalOf(absl::StrCat("keys: [{kv-size-gb: ", size, "}]")),
                 HasSubstr("kv-size-gb must be above 0 and at most 1e+06"))
