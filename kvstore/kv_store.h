@@ -37,6 +37,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 
 #include "kernels/paged/paged_kv.h"
@@ -236,8 +237,10 @@ class KvStore {
                               absl::Span<const HeadPart> parts) = 0;
   // Starts to read a stored block as block `id`. Until TakeRestored names it, it can be dropped but
   // not used. NOT_FOUND when it is not stored, ALREADY_EXISTS for an id in use, RESOURCE_EXHAUSTED
-  // without room in the host tier.
-  virtual absl::Status Restore(BlockId id, const PrefixHash& hash) = 0;
+  // without room in the host tier. `owner` is that of Seal: what a peer or a file says of it is not
+  // believed.
+  virtual absl::Status Restore(BlockId id, const PrefixHash& hash,
+                               const PrefixHash& owner = {}) = 0;
   // Takes the results of the tier below and hands it what waits. EndStep does so too. An engine
   // without work calls it from time to time while the tier is busy: blocks wait or are in transfer.
   virtual void PollTier() = 0;
@@ -246,8 +249,9 @@ class KvStore {
   virtual StoredChanges TakeStoredChanges() = 0;
   // Returns everything that is stored. Called at the start, before any change is taken.
   virtual std::vector<StoredBlock> Inventory() const = 0;
-  // Waits until every accepted write has ended. Called before the process ends.
-  virtual void Flush() = 0;
+  // Waits until every accepted write has ended. Called before the process ends. DEADLINE_EXCEEDED
+  // after `most`: writes that had not begun by then are given up, and those under way have ended.
+  virtual absl::Status Flush(absl::Duration most) = 0;
 
   // Capacity in whole blocks, with which the coordinator plans: open ones, and all.
   virtual int64_t device_blocks() const = 0;

@@ -44,11 +44,16 @@ void KvStoreImpl::WriteDueHeaders() {
   next_headers_ = end + kHeaderPause * (end - begin);
 }
 
-absl::Status KvStoreImpl::RestoreAdopted(BlockId id, const PrefixHash& hash) {
+absl::Status KvStoreImpl::RestoreAdopted(BlockId id, const PrefixHash& hash,
+                                         const PrefixHash& owner) {
   KVASIR_RETURN_IF_ERROR(CheckHostRoom(id));
   const int64_t extent = adopted_.BeginVerify(hash);
   extent_blocks_[static_cast<size_t>(extent)] = id;
-  blocks_[id] = {.extent = extent, .kept = true, .transfer = Transfer::kVerifying, .hash = hash};
+  blocks_[id] = {.extent = extent,
+                 .kept = true,
+                 .transfer = Transfer::kVerifying,
+                 .hash = hash,
+                 .owner = owner};
   ReportIfForgotten(hash);
   return absl::OkStatus();
 }
@@ -65,7 +70,7 @@ void KvStoreImpl::OnVerified(const AdoptedBlocks::Verified& verified) {
   if (status.ok()) status = pages_->AwaitExtent(verified.extent);
   if (status.ok()) {
     block.generation = verified.block.generation;
-    block.owner = verified.block.owner;
+    WriteOwner(block, verified.block);
     host_.MarkWhole(block.extent);
     block.sealed = true;
     block.adopted = true;

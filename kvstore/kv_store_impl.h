@@ -75,13 +75,13 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   std::vector<ExportedBlock> TakeExported() override { return std::exchange(exported_, {}); }
   absl::Status Import(BlockId id, const BlockIdentity& block,
                       absl::Span<const HeadPart> parts) override;
-  absl::Status Restore(BlockId id, const PrefixHash& hash) override;
+  absl::Status Restore(BlockId id, const PrefixHash& hash, const PrefixHash& owner) override;
   void PollTier() override;
   bool TierIsBusy() const override;
   std::vector<RestoredBlock> TakeRestored() override { return std::exchange(restored_, {}); }
   StoredChanges TakeStoredChanges() override;
   std::vector<StoredBlock> Inventory() const override;
-  void Flush() override;
+  absl::Status Flush(absl::Duration most) override;
   int64_t device_blocks() const override { return pages_->device_pages() / pages_per_block_; }
   int64_t host_blocks() const override {
     return whole_room() + (lean_ == nullptr ? 0 : lean_->range().count);
@@ -201,10 +201,13 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   void Lend(BlockState& block);
   void EndLending(BlockState& block);
 
-  absl::Status RestoreAdopted(BlockId id, const PrefixHash& hash);
+  absl::Status RestoreAdopted(BlockId id, const PrefixHash& hash, const PrefixHash& owner);
+  // Puts the block's owner into the header of what was found, in place of the one it claims.
+  void WriteOwner(const BlockState& block, BlockIdentity found);
   // Frees an extent of the host tier, of which none is free.
   void MakeRoom();
   void CancelOneUnusedWrite();
+  int64_t GiveUpWrites();
   // Whether the block is neither in the tier below nor adopted any more: then that is reported.
   void ReportIfForgotten(const PrefixHash& hash);
   void WriteDueHeaders();

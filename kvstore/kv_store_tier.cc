@@ -3,6 +3,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 
 #include "kernels/base/status_macros.h"
 #include "kvstore/kv_store_impl.h"
@@ -37,18 +39,19 @@ void KvStoreImpl::Persist(BlockId id, absl::Span<const int32_t> tokens) {
   StartTransfers();
 }
 
-absl::Status KvStoreImpl::Restore(BlockId id, const PrefixHash& hash) {
+absl::Status KvStoreImpl::Restore(BlockId id, const PrefixHash& hash, const PrefixHash& owner) {
   KVASIR_CHECK(!in_step_);
   if (blocks_.contains(id)) {
     return absl::AlreadyExistsError(absl::StrCat("block ", id.value, " is open or kept already"));
   }
-  if (adopted_.Holds(hash)) return RestoreAdopted(id, hash);
+  if (adopted_.Holds(hash)) return RestoreAdopted(id, hash, owner);
   if (below_ == nullptr || !below_->MayRead(hash)) {
     return absl::NotFoundError(absl::StrCat("block ", id.value, " is not stored"));
   }
   if (!TakeLean(id, hash)) KVASIR_RETURN_IF_ERROR(TakeHostExtent(id).status());
   BlockState& block = blocks_.at(id);
   block.hash = hash;
+  block.owner = owner;
   block.kept = true;
   block.transfer = Transfer::kReadQueued;
   queued_reads_.push_back(id);
@@ -122,11 +125,11 @@ void KvStoreImpl::OnRead(BlockId id, const TierCompletion& completion) {
   }
   if (completion.status.ok()) {
     block.generation = completion.block.generation;
-    block.owner = completion.block.owner;
     block.sealed = true;
     block.restored = true;
     block.from_peer = completion.from_peer;
     if (!IsLean(block)) {
+      WriteOwner(block, completion.block);
       host_.MarkWhole(block.extent);
       Lend(block);
       pages_->Restore(block.extent, block.hash);
@@ -142,6 +145,13 @@ void KvStoreImpl::EndRead(BlockId id, const absl::Status& status) {
   if (!block.unused) restored_.push_back({.id = id, .status = status});
   if (!status.ok()) block.kept = false;
   FreeIfUnused(id);
+}
+
+// The header of an extent in memory is what a later process and peers are told of it.
+void KvStoreImpl::WriteOwner(const BlockState& block, BlockIdentity found) {
+  if (found.owner == block.owner) return;
+  found.owner = block.owner;
+  format_.WriteHeader(found, host_.extent(block.extent));
 }
 
 void KvStoreImpl::Lend(BlockState& block) {
@@ -258,12 +268,31 @@ std::vector<StoredBlock> KvStoreImpl::Inventory() const {
   return stored;
 }
 
-void KvStoreImpl::Flush() {
+absl::Status KvStoreImpl::Flush(absl::Duration most) {
   KVASIR_CHECK(!in_step_);
-  while (!queued_writes_.empty() || !writes_.empty()) {
+  int64_t given_up = 0;
+  for (const absl::Time end = absl::Now() + most; !queued_writes_.empty() || !writes_.empty();) {
+    if (absl::Now() >= end) given_up += GiveUpWrites();
     below_->Wait();
     PollTier();
   }
+  if (given_up == 0) return absl::OkStatus();
+  return absl::DeadlineExceededError(absl::StrCat(
+      given_up, " blocks were not written to the tier below within ", absl::FormatDuration(most),
+      ", because it is slow; they are computed again when they are needed"));
+}
+
+// Returns how many of those that were queued. A store with lean blocks queues more by itself, which
+// ends too.
+int64_t KvStoreImpl::GiveUpWrites() {
+  unwritten_.clear();
+  const auto given_up = std::exchange(queued_writes_, {});
+  for (const QueuedWrite& write : given_up) {
+    blocks_.at(write.id).transfer = Transfer::kNone;
+    FreeIfUnused(write.id);
+  }
+  stats_.dropped_writes += std::ssize(given_up);
+  return std::ssize(given_up);
 }
 
 }  // namespace kvasir::kvstore

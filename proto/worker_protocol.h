@@ -7,7 +7,7 @@ namespace kvasir::proto {
 
 // ShardPlan.protocol_version: raised with every change of worker.proto that an older end would
 // misunderstand. Coordinator and workers have the same release, so there is no range of versions.
-inline constexpr uint32_t kWorkerProtocolVersion = 11;
+inline constexpr uint32_t kWorkerProtocolVersion = 12;
 
 // Name of a worker's readiness in grpc.health.v1; "" is its liveness.
 inline constexpr char kWorkerServiceName[] = "kvasir.v1.Worker";

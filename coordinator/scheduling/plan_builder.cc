@@ -204,10 +204,12 @@ void PlanBuilder::AddPersist(BlockId id, absl::Span<const int32_t> tokens) {
   for (int32_t token : tokens) persist.add_tokens(static_cast<uint32_t>(token));
 }
 
-void PlanBuilder::AddRestore(BlockId id, const kvstore::PrefixHash& hash) {
+void PlanBuilder::AddRestore(const Sequence& sequence, BlockId id,
+                             const kvstore::PrefixHash& hash) {
   v1::BlockRestore& restore = *plan_.add_restores();
   restore.set_block_id(static_cast<uint64_t>(id.value));
   restore.set_prefix_hash(hash.data(), hash.size());
+  restore.set_owner(sequence.owner.data(), sequence.owner.size());
 }
 
 void PlanBuilder::AddDrops(const std::vector<BlockId>& blocks) {

@@ -111,7 +111,7 @@ class PlanBuilder {
   void AddDiskUnpin(const kvstore::PrefixHash& hash) {
     plan_.add_disk_unpins(hash.data(), hash.size());
   }
-  void AddRestore(kvstore::BlockId id, const kvstore::PrefixHash& hash);
+  void AddRestore(const Sequence& sequence, kvstore::BlockId id, const kvstore::PrefixHash& hash);
   void AddDrops(const std::vector<kvstore::BlockId>& blocks);
 
   // Ends the building. Nothing when the plan would not tell the ranks anything.

@@ -276,10 +276,10 @@ bool StepPlanner::AskOn(Sequence& sequence) {
 void StepPlanner::AddRestores(const Sequence& sequence, int64_t begin) {
   for (int64_t i = begin; i < sequence.num_blocks(); ++i) {
     const auto own = static_cast<size_t>(i);
-    plan_.AddRestore(sequence.blocks[own].id(), sequence.hashes[own]);
+    plan_.AddRestore(sequence, sequence.blocks[own].id(), sequence.hashes[own]);
   }
   for (const Sequence::LaterBlock& later : sequence.later_blocks) {
-    plan_.AddRestore(later.block.id(), later.hash);
+    plan_.AddRestore(sequence, later.block.id(), later.hash);
   }
 }
 

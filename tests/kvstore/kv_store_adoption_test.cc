@@ -281,7 +281,7 @@ TEST_F(KvStoreAdoptionTest, ADamagedBlockComesFromTheDiskIfThatHasIt) {
   Start(SmallShard(), OpenDiskTier(disk.Options(100)).value());
   MakeSealed(1, 100);
   store_->Persist(BlockId(1), TokensOf(100));
-  store_->Flush();
+  EXPECT_EQ(store_->Flush(absl::InfiniteDuration()), absl::OkStatus());
   End();
   std::byte byte{};
   ASSERT_EQ(pread(memfd_, &byte, 1, 4096 + kExtent - 4096), 1);  // in a page

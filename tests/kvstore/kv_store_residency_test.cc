@@ -115,7 +115,7 @@ class RandomPlans {
     for (int64_t slot = 0; slot < kSlots; ++slot) UnbindFrom(slot, 0);
     while (!handles_.empty()) ForgetHandle();
     for (auto& [id, block] : model_) store_->Drop(BlockId(id));
-    store_->Flush();
+    EXPECT_EQ(store_->Flush(absl::InfiniteDuration()), absl::OkStatus());
     CollectFromTier();
     std::set<PrefixHash> inventory;
     for (const StoredBlock& block : store_->Inventory()) inventory.insert(block.hash);

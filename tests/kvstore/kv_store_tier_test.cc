@@ -73,7 +73,7 @@ TEST_F(KvStoreTierTest, ABlockOutlivesItsIdAndTheProcess) {
   EXPECT_FALSE(store_->Where(BlockId(1)).stored);
   store_->Persist(BlockId(1), TokensOf(100));
   store_->Persist(BlockId(2), TokensOf(200));
-  store_->Flush();
+  Flush();
   EXPECT_TRUE(store_->Where(BlockId(1)).stored);
   EXPECT_THAT(store_->TakeStoredChanges().stored, SizeIs(2));
   EXPECT_THAT(store_->TakeStoredChanges().stored, IsEmpty());
@@ -100,7 +100,7 @@ TEST_F(KvStoreTierTest, ARestoredBlockHasTheCodesOfItsKeys) {
   Start(100, /*key_codes=*/true);
   MakeSealed(1, 100);
   store_->Persist(BlockId(1), TokensOf(100));
-  store_->Flush();
+  Flush();
   Start(100, /*key_codes=*/true);
   ASSERT_TRUE(Restore(2, 100).ok());
   store_->Bind(0, 0, store_->Get(BlockId(2)).value());
@@ -125,7 +125,7 @@ TEST_F(KvStoreTierTest, KeyCodesAreKeptOnlyWhenAskedFor) {
 TEST_F(KvStoreTierTest, ARestoredBlockIsOwedToTheDiskUntilItsFirstUse) {
   MakeSealed(1, 100);
   store_->Persist(BlockId(1), TokensOf(100));
-  store_->Flush();
+  Flush();
   EXPECT_FALSE(store_->Where(BlockId(1)).restored);
   ASSERT_TRUE(Restore(2, 100).ok());
   EXPECT_TRUE(store_->Where(BlockId(2)).restored);
@@ -137,7 +137,7 @@ TEST_F(KvStoreTierTest, ARestoredBlockIsOwedToTheDiskUntilItsFirstUse) {
 TEST_F(KvStoreTierTest, ABlockThatIsBeingRestoredCannotBeUsedButDropped) {
   MakeSealed(1, 100);
   store_->Persist(BlockId(1), TokensOf(100));
-  store_->Flush();
+  Flush();
   ASSERT_TRUE(store_->Restore(BlockId(2), HashOf(100)).ok());
   EXPECT_FALSE(store_->Holds(BlockId(2)));
   EXPECT_EQ(store_->Get(BlockId(2)).status().code(), absl::StatusCode::kNotFound);
@@ -157,10 +157,10 @@ TEST_F(KvStoreTierTest, PersistingWhatIsNotSealedOrStoredAlreadyDoesNothing) {
   MakeSealed(2, 200);
   store_->Persist(BlockId(2), TokensOf(200));
   store_->Persist(BlockId(2), TokensOf(200));
-  store_->Flush();
+  Flush();
   MakeSealed(3, 200);  // another sequence computed the same
   store_->Persist(BlockId(3), TokensOf(200));
-  store_->Flush();
+  Flush();
   EXPECT_EQ(store_->stats().tier.written_blocks, 1);
 }
 
@@ -172,11 +172,54 @@ TEST_F(KvStoreTierTest, BlocksThatGoWhileTheirWriteWaitsAreWrittenUnlessTheirRoo
   // All of the host tier is available at once, whatever the disk does.
   for (int64_t id = 10; id < 18; ++id) MakeSealed(id, static_cast<uint32_t>(id));
   ASSERT_TRUE(store_->CheckIntegrity().ok());
-  store_->Flush();
+  Flush();
   const KvStoreStats stats = store_->stats();
   EXPECT_EQ(stats.host_blocks_used, 8);
   EXPECT_EQ(stats.tier.written_blocks + stats.dropped_writes, 8);
   EXPECT_EQ(stats.queued_writes, 0);
+}
+
+// Who sends a part may write any tenant into its header.
+TEST_F(KvStoreTierTest, ThePartsWordForATenantIsNotBelieved) {
+  const PrefixHash mallory = HashOf(1);
+  const PrefixHash alice = HashOf(2);
+  MakeSealed(1, 100, mallory);
+  store_->Export(7, BlockId(1));
+  std::vector<ExportedBlock> exported;
+  for (; exported.empty(); exported = store_->TakeExported()) store_->PollTier();
+  ASSERT_EQ(exported[0].status, absl::OkStatus());
+  store_->Drop(BlockId(1));
+  std::vector<HeadPart> parts;
+  for (const ExportedBlock::Part& part : exported[0].parts) {
+    parts.push_back({.head = part.head, .extent = part.extent});
+  }
+  const BlockIdentity block = {.hash = HashOf(100), .tokens = TokensOf(100), .owner = alice};
+  ASSERT_EQ(store_->Import(BlockId(2), block, parts), absl::OkStatus());
+  store_->Persist(BlockId(2), TokensOf(100));
+  Flush();
+  const ErasedBlocks of_mallory = Erase(mallory);
+  EXPECT_EQ(of_mallory.blocks_in_use + of_mallory.below_blocks, 0);
+  ExpectHolds(2, 100);
+  const ErasedBlocks of_alice = Erase(alice);
+  EXPECT_EQ(of_alice.blocks_in_use, 1);
+  EXPECT_EQ(of_alice.below_blocks, 1);
+}
+
+TEST_F(KvStoreTierTest, ASlowTierEndsAFlushAndCostsItsBlocks) {
+  for (uint32_t name = 1; name <= 4; ++name) MakeSealed(name, name);
+  for (uint32_t name = 1; name <= 4; ++name) store_->Persist(BlockId(name), TokensOf(name));
+  const absl::Status flushed = store_->Flush(absl::ZeroDuration());
+  EXPECT_TRUE(absl::IsDeadlineExceeded(flushed)) << flushed;
+  const KvStoreStats stats = store_->stats();
+  EXPECT_THAT(flushed.message(),
+              HasSubstr(absl::StrCat(stats.dropped_writes, " blocks were not written")));
+  EXPECT_EQ(stats.dropped_writes, 3) << "one has room to be under way";
+  EXPECT_EQ(stats.tier.written_blocks, 1) << "a write under way was left";
+  EXPECT_EQ(stats.queued_writes, 0);
+  for (uint32_t name = 1; name <= 4; ++name) ExpectHolds(name, name);
+  for (uint32_t name = 1; name <= 4; ++name) store_->Persist(BlockId(name), TokensOf(name));
+  Flush();
+  EXPECT_EQ(store_->stats().tier.written_blocks, 4);
 }
 
 TEST_F(KvStoreTierTest, ADiskThatFailsCostsNothingButItsBlocks) {
@@ -185,14 +228,14 @@ TEST_F(KvStoreTierTest, ADiskThatFailsCostsNothingButItsBlocks) {
     MakeSealed(name, name);
     store_->Persist(BlockId(name), TokensOf(name));
   }
-  store_->Flush();
+  Flush();
   EXPECT_FALSE(store_->stats().tier.writable);
   EXPECT_THAT(store_->TakeStoredChanges().stored, IsEmpty());
   for (uint32_t name = 1; name <= 4; ++name) ExpectHolds(name, name);
   disk_.control->Set({});
   disk_.now_ms += 1001;
   store_->Persist(BlockId(2), TokensOf(2));
-  store_->Flush();
+  Flush();
   EXPECT_TRUE(store_->stats().tier.writable);
   EXPECT_THAT(store_->TakeStoredChanges().stored, SizeIs(1));
 }
@@ -200,7 +243,7 @@ TEST_F(KvStoreTierTest, ADiskThatFailsCostsNothingButItsBlocks) {
 TEST_F(KvStoreTierTest, DamageOnDiskIsAMissAndIsReported) {
   MakeSealed(1, 100);
   store_->Persist(BlockId(1), TokensOf(100));
-  store_->Flush();
+  Flush();
   Start();
   EXPECT_THAT(Segments(), SizeIs(1));
   std::fstream file(Segments()[0], std::ios::in | std::ios::out | std::ios::binary);
@@ -221,7 +264,7 @@ TEST_F(KvStoreTierTest, WhatTheDiskEvictsIsReported) {
   for (uint32_t name = 1; name <= 3; ++name) {
     MakeSealed(name, name);
     store_->Persist(BlockId(name), TokensOf(name));
-    store_->Flush();
+    Flush();
   }
   const StoredChanges changes = store_->TakeStoredChanges();
   EXPECT_THAT(changes.forgotten, ElementsAre(HashOf(1)));
@@ -304,7 +347,7 @@ TEST_F(KvStoreTierTest, ReadsAtASilentPeerLeaveRoomForTheDisk) {
   ASSERT_EQ(store_->host_blocks(), 4 * kBlocksPerTransfer - 4);
   MakeSealed(1, 100);
   store_->Persist(BlockId(1), TokensOf(100));
-  store_->Flush();
+  Flush();
   for (uint32_t name = 200; name < 210; ++name) {
     ASSERT_TRUE(store_->Restore(BlockId(name), HashOf(name)).ok());
   }
@@ -312,7 +355,7 @@ TEST_F(KvStoreTierTest, ReadsAtASilentPeerLeaveRoomForTheDisk) {
   EXPECT_TRUE(Restore(2, 100).ok());
   MakeSealed(3, 101);
   store_->Persist(BlockId(3), TokensOf(101));
-  store_->Flush();
+  Flush();
   EXPECT_TRUE(peer.Holds(HashOf(101)));
   EXPECT_THAT(peer.asked, SizeIs(2));
   EXPECT_TRUE(store_->CheckIntegrity().ok());
@@ -346,7 +389,7 @@ TEST_F(KvStoreTierTest, RandomRestartsAndFaultsNeverGiveWrongBytes) {
                           .short_transfer = 0.5,
                           .flip_read = 0.1});
     }
-    if (rng() % 4 == 0) store_->Flush();  // how fast writes end decides what can be restored
+    if (rng() % 4 == 0) Flush();  // how fast writes end decides what can be restored
     if (held.size() == 8) {
       const auto victim = std::next(held.begin(), static_cast<int64_t>(rng() % held.size()));
       store_->Drop(BlockId(victim->first));

@@ -15,13 +15,13 @@ namespace kvasir::kvstore {
 struct StoreUser {
   // Writes a block called `name`, whose pages, bounds and tokens follow from the name, and seals
   // it.
-  void MakeSealed(int64_t id, uint32_t name) {
+  void MakeSealed(int64_t id, uint32_t name, const PrefixHash& owner = {}) {
     const Block block = store_->Open(BlockId(id)).value();
     store_->Bind(0, 0, block);
     const kernels::PagedKv kv = store_->BeginStep(++step_).value();
     ForEachByte(kv, name, [](std::byte& byte, std::byte expected) { byte = expected; });
     ASSERT_TRUE(store_->EndStep().ok());
-    ASSERT_TRUE(store_->Seal(BlockId(id), HashOf(name), TokensOf(name)).ok());
+    ASSERT_TRUE(store_->Seal(BlockId(id), HashOf(name), TokensOf(name), owner).ok());
     store_->Unbind(0, 0);
   }
   void ExpectHolds(int64_t id, uint32_t name) {
@@ -34,8 +34,8 @@ struct StoreUser {
     ASSERT_TRUE(store_->EndStep().ok());
     store_->Unbind(0, 0);
   }
-  absl::Status Restore(int64_t id, uint32_t name) {
-    const absl::Status started = store_->Restore(BlockId(id), HashOf(name));
+  absl::Status Restore(int64_t id, uint32_t name, const PrefixHash& owner = {}) {
+    const absl::Status started = store_->Restore(BlockId(id), HashOf(name), owner);
     if (!started.ok()) return started;
     for (;;) {
       store_->PollTier();
@@ -45,6 +45,15 @@ struct StoreUser {
       }
     }
   }
+
+  ErasedBlocks Erase(const PrefixHash& owner) {
+    store_->Erase({.ticket = 1, .owner = owner});
+    for (;;) {
+      store_->PollTier();
+      for (const ErasedBlocks& erased : store_->TakeErased()) return erased;
+    }
+  }
+  void Flush() { EXPECT_EQ(store_->Flush(absl::InfiniteDuration()), absl::OkStatus()); }
 
   std::unique_ptr<KvStore> store_;
   uint32_t step_ = 0;

@@ -29,6 +29,10 @@ inline absl::Status SymbolicWorker::Restore(const v1::BlockRestore& restore) {
   if (!used_ids_.insert(restore.block_id()).second) {
     return Bad("restores a block that is not new", restore.block_id());
   }
+  const auto owner = owners_.try_emplace(restore.prefix_hash(), restore.owner()).first;
+  if (restore.owner().empty() || owner->second != restore.owner()) {
+    return Bad("restores a block that is another tenant's", restore.block_id());
+  }
   blocks_[restore.block_id()] = {
       .kept = true, .prefix_hash = restore.prefix_hash(), .restoring = true};
   restores_.push_back(restore.block_id());

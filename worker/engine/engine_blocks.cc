@@ -1,11 +1,21 @@
 // The engine and whole blocks: what a plan says of them before it says what to compute, and what
 // the rank reports of them.
+#include <string>
 #include <utility>
+
+#include "absl/time/time.h"
+#include "spdlog/spdlog.h"
 
 #include "kernels/base/status_macros.h"
 #include "worker/engine/engine.h"
 
 namespace kvasir::worker {
+namespace {
+
+// The worker's next group, or its end, waits for the tier. A server gives its workers 30 s at most.
+constexpr absl::Duration kMostFlush = absl::Seconds(10);
+
+}  // namespace
 
 absl::Status Engine::CarryOutBlocks(const v1::StepPlan& plan) {
   for (const v1::BlockSeal& seal : plan.seals()) KVASIR_RETURN_IF_ERROR(slots_->Seal(seal));
@@ -41,6 +51,12 @@ absl::Status Engine::Import(const v1::BlockImport& import) {
   const kernels::BlockId id(static_cast<int64_t>(import.block_id()));
   AddRestored({.id = id, .status = made}, tier_report_);
   return absl::OkStatus();
+}
+
+void Engine::FlushTier() {
+  if (!broken_.ok()) return;
+  const absl::Status flushed = store_->Flush(kMostFlush);
+  if (!flushed.ok()) spdlog::warn("{}", std::string(flushed.message()));
 }
 
 v1::TierReport Engine::TakeTierReport() {

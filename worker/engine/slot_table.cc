@@ -41,6 +41,11 @@ absl::Status ParseHash(uint64_t block_id, const std::string& bytes, kvstore::Pre
   return ParseHash(bytes, hash);
 }
 
+// Leaves zeros where no owner is named.
+absl::Status ParseOwner(uint64_t block_id, const std::string& bytes, kvstore::PrefixHash& owner) {
+  return bytes.empty() ? absl::OkStatus() : ParseHash(block_id, bytes, owner);
+}
+
 absl::StatusOr<std::vector<kvstore::PrefixHash>> ParseHashes(
     const google::protobuf::RepeatedPtrField<std::string>& all) {
   std::vector<kvstore::PrefixHash> hashes;
@@ -156,7 +161,7 @@ absl::Status SlotTable::Seal(const v1::BlockSeal& seal) {
   kvstore::PrefixHash hash;
   KVASIR_RETURN_IF_ERROR(ParseHash(seal.block_id(), seal.prefix_hash(), hash));
   kvstore::PrefixHash owner{};
-  if (!seal.owner().empty()) KVASIR_RETURN_IF_ERROR(ParseHash(seal.owner(), owner));
+  KVASIR_RETURN_IF_ERROR(ParseOwner(seal.block_id(), seal.owner(), owner));
   const auto tokens = absl::MakeConstSpan(sequence.tokens)
                           .subspan(static_cast<size_t>(open->second.index * kPageTokens),
                                    static_cast<size_t>(kPageTokens));
@@ -226,7 +231,9 @@ absl::Status SlotTable::PinDisk(const v1::StepPlan& plan) {
 absl::Status SlotTable::Restore(const v1::BlockRestore& restore) {
   kvstore::PrefixHash hash;
   KVASIR_RETURN_IF_ERROR(ParseHash(restore.block_id(), restore.prefix_hash(), hash));
-  const absl::Status started = store_.Restore(ToBlockId(restore.block_id()), hash);
+  kvstore::PrefixHash owner{};
+  KVASIR_RETURN_IF_ERROR(ParseOwner(restore.block_id(), restore.owner(), owner));
+  const absl::Status started = store_.Restore(ToBlockId(restore.block_id()), hash, owner);
   return absl::IsAlreadyExists(started) ? BadPlan(started.ToString()) : started;
 }
 

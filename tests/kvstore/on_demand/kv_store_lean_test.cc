@@ -65,7 +65,7 @@ class KvStoreLeanTest : public ::testing::Test, protected StoreUser {
     for (int64_t id = first; id < first + count; ++id) {
       store_->Persist(BlockId(id), TokensOf(static_cast<uint32_t>(id)));
     }
-    store_->Flush();
+    Flush();
   }
 
   testing::ScratchDirectory scratch_;
@@ -76,7 +76,7 @@ class KvStoreLeanTest : public ::testing::Test, protected StoreUser {
 TEST_F(KvStoreLeanTest, ARestoredBlockBringsItsFrontAloneAndThenThePagesThatAreRead) {
   MakeSealed(1, 100);
   store_->Persist(BlockId(1), TokensOf(100));
-  store_->Flush();
+  Flush();
   Start();  // another process
   ASSERT_TRUE(Restore(2, 100).ok());
   EXPECT_EQ(store_->stats().tier.read_bytes, kFront);

@@ -18,6 +18,7 @@ using kvstore::BlockId;
 using kvstore::ExtentFormat;
 using kvstore::HashOf;
 using kvstore::KvStore;
+using kvstore::PrefixHash;
 using kvstore::SmallShard;
 using kvstore::TokensOf;
 
@@ -79,6 +80,28 @@ TEST(PeerStoresTest, WhatWasFetchedIsLentOn) {
   ASSERT_TRUE(second.Restore(1, 100).ok());
   ASSERT_TRUE(third.Restore(2, 100).ok());
   third.ExpectHolds(2, 100);
+}
+
+// The peer is proven, and lies: it says that the block is another tenant's.
+TEST(PeerStoresTest, ThePeersWordForATenantIsNotBelieved) {
+  const PrefixHash mallory = HashOf(1);
+  const PrefixHash alice = HashOf(2);
+  const auto memory = kvstore::HostMemory::Open("").value();
+  Replica liar({});
+  liar.MakeSealed(1, 100, mallory);
+  {
+    Replica asker({liar.address}, memory.get());
+    asker.AwaitLink();
+    ASSERT_TRUE(asker.Restore(2, 100, alice).ok());
+    ASSERT_EQ(asker.store_->stats().tier.peers.fetched_blocks, 1);
+    EXPECT_EQ(asker.Erase(mallory).blocks_in_use, 0);
+    EXPECT_EQ(asker.Erase(alice).blocks_in_use, 1);
+    asker.ExpectHolds(2, 100);
+  }
+  Replica again({}, memory.get());  // whose memory says whose it is
+  ASSERT_EQ(again.store_->stats().adoption.found, 1);
+  EXPECT_EQ(again.Erase(mallory).host_blocks, 0);
+  EXPECT_EQ(again.Erase(alice).host_blocks, 1);
 }
 
 // Bug: blocks of a peer have its generations, which may be those of blocks that were sealed here.
