@@ -12,14 +12,10 @@ if(NOT KVASIR_CUDA STREQUAL "OFF")
     set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")  # CMake 3.25 does not know it
     set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
     set(CMAKE_CUDA_STANDARD 20)
-    # Kernels tuned for Hopper keep all in registers. Without wgmma and its shared-out registers some do not, and
-    # ptxas advises against copies to several blocks at once, which may be slower.
+    # Kernels tuned for Hopper keep all in registers. Without wgmma and its shared-out registers some do not.
     if(KVASIR_CUDA_ARCHITECTURES STREQUAL "90a")
-      set(ptxas_flags -Xptxas=-warn-spills)
-    else()
-      set(ptxas_flags -Xptxas=--suppress-async-bulk-multicast-advisory-warning)
+      target_compile_options(kvasir_flags INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-warn-spills>)
     endif()
-    target_compile_options(kvasir_flags INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:${ptxas_flags}>)
     find_path(NCCL_INCLUDE_DIR nccl.h HINTS ${CUDAToolkit_INCLUDE_DIRS} REQUIRED)
     find_library(NCCL_LIBRARY nccl HINTS ${CUDAToolkit_LIBRARY_DIR} REQUIRED)
     add_library(NCCL::nccl UNKNOWN IMPORTED)

@@ -106,15 +106,6 @@ __device__ inline void CopyBoxOnce(void* to, const CUtensorMap* map, int32_t col
       "l"(map), "r"(SharedAddress(barrier)), "r"(column), "r"(row)
       : "memory");
 }
-// CopyBox to the same place in every CTA of `blocks`, a bit each, and to the same barrier of each.
-__device__ inline void CopyBoxToBlocks(void* to, const CUtensorMap* map, int32_t column,
-                                       int32_t row, uint64_t* barrier, uint16_t blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(SharedAddress(to)),
-      "l"(map), "r"(SharedAddress(barrier)), "r"(column), "r"(row), "h"(blocks)
-      : "memory");
-}
 // CopyBox of a map with four dimensions, from the start of all but the second.
 __device__ inline void CopyRowsOf4(void* to, const CUtensorMap* map, int32_t row,
                                    uint64_t* barrier) {

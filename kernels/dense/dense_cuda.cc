@@ -9,7 +9,14 @@
 
 namespace kvasir::kernels {
 
-bool HasKernelsForDevice() { return FindKernels() == cudaSuccess; }
+absl::StatusOr<bool> HasKernelsForDevice() {
+  const cudaError_t error = FindKernels();
+  if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
+    return false;
+  }
+  KVASIR_RETURN_IF_ERROR(CudaStatus(error, "looking for kernels"));
+  return true;
+}
 
 absl::Status RmsNorm(const RmsNormParams& params, cudaStream_t stream) {
   KVASIR_RETURN_IF_ERROR(CheckRmsNorm(params));

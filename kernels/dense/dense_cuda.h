@@ -15,6 +15,7 @@
 #include <span>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 
 #include "kernels/base/tensor.h"
 #include "kernels/dense/embedding.h"
@@ -25,8 +26,8 @@
 namespace kvasir::kernels {
 
 // Returns whether the program was built for the current device: with its code, or with code that
-// the driver can translate.
-bool HasKernelsForDevice();
+// the driver can translate. Errors that this process had on the device before are errors here.
+absl::StatusOr<bool> HasKernelsForDevice();
 
 // Sums squares in another order than the CPU.
 absl::Status RmsNorm(const RmsNormParams& params, cudaStream_t stream);

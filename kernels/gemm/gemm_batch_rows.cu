@@ -120,13 +120,12 @@ __device__ __forceinline__ void CopyWeights(const BatchRowsLaunch& p, const Walk
                         p.n + walk.tile * kBoxRows, full);
   }
 }
-// This CTA's rows of x, to both CTAs of the cluster.
+// The rows of x, to both CTAs of the cluster.
 __device__ __forceinline__ void CopyX(const BatchRowsLaunch& p, const Walk& walk,
                                       const Rings& rings, Barriers& barriers) {
-  const int row = walk.rank * p.plan.x_rows;
-  hopper::CopyBoxToBlocks(
-      rings.x + walk.stage * XBytes(p.plan.x_rows) + row * hopper::kSwizzledRowBytes, &p.x,
-      walk.step * kStepColumns, row, &barriers.full[walk.stage], (1 << kBlocks) - 1);
+  hopper::CopyBoxesToCluster<kBlocks>(
+      rings.x + walk.stage * XBytes(p.plan.x_rows), p.plan.x_rows * hopper::kSwizzledRowBytes, &p.x,
+      walk.step * kStepColumns, p.plan.x_rows, &barriers.full[walk.stage]);
 }
 
 // By one thread. Weights do not wait for x.

@@ -21,11 +21,34 @@ __device__ inline void FewerRegisters() {}
 template <int kRegisters>
 __device__ inline void MoreRegisters() {}
 
+// Every CTA copies all boxes for itself.
+template <int kBlocks>
+__device__ inline void CopyBoxesToCluster(std::byte* to, int box_bytes, const CUtensorMap* map,
+                                          int32_t column, int32_t box_rows, uint64_t* barrier) {
+  for (int box = 0; box < kBlocks; ++box) {
+    CopyBox(to + box * box_bytes, map, column, box * box_rows, barrier);
+  }
+}
+
+// Returns the address of a place in this CTA's shared memory. Descriptors name places; in a cluster
+// addresses have the CTA's rank in them.
+__device__ inline uint32_t OwnAddress(uint32_t place) {
+  uint32_t address = 0;
+  asm("{\n"
+      ".reg .b32 rank;\n"
+      "mov.b32 rank, %%cluster_ctarank;\n"
+      "mapa.shared::cluster.u32 %0, %1, rank;\n"
+      "}\n"
+      : "=r"(address)
+      : "r"(place));
+  return address;
+}
+
 // An operand in shared memory, from its descriptor, as this lane loads it: the lane gives row
 // `row` of the 8 x 8 matrix `matrix` of four.
 struct SharedOperand {
   __device__ explicit SharedOperand(uint64_t descriptor)
-      : start((static_cast<uint32_t>(descriptor) & 0x3fff) << 4),
+      : start(OwnAddress((static_cast<uint32_t>(descriptor) & 0x3fff) << 4)),
         tile_stride((static_cast<uint32_t>(descriptor) >> 16 & 0x3fff) << 4),
         matrix(threadIdx.x % 32 / 8),
         row(threadIdx.x % 8) {}

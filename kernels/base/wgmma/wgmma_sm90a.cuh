@@ -25,6 +25,22 @@ __device__ inline void MoreRegisters() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// Copies kBlocks boxes of the map, one after the other in memory and `box_rows` rows apart in the
+// map, to the same place in every CTA of the cluster, whose kBlocks CTAs all call it. Each
+// announces them to its own barrier `barrier`.
+template <int kBlocks>
+__device__ inline void CopyBoxesToCluster(std::byte* to, int box_bytes, const CUtensorMap* map,
+                                          int32_t column, int32_t box_rows, uint64_t* barrier) {
+  const int rank = static_cast<int>(ClusterRank());
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(
+          SharedAddress(to + rank * box_bytes)),
+      "l"(map), "r"(SharedAddress(barrier)), "r"(column), "r"(rank * box_rows),
+      "h"(static_cast<uint16_t>((1 << kBlocks) - 1))
+      : "memory");
+}
+
 // d[64, 8] (+)= a[64, 16] b[16, 8], with bfloat16 operands and float sums; b is K-major. Thread t
 // of the warpgroup holds rows 16 (t / 32) + t % 32 / 4 (+ 8 for d[2], d[3]) and columns 2 (t % 4) +
 // {0, 1}.
