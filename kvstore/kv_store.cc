@@ -106,11 +106,11 @@ absl::StatusOr<Block> KvStoreImpl::Open(BlockId id) {
   if (blocks_.contains(id)) {
     return absl::AlreadyExistsError(absl::StrCat("block ", id.value, " is open or kept already"));
   }
-  const int64_t takeable = pages_->device_pages() - pages_->pinned_pages();
+  const int64_t takeable = pages_->openable_pages() - pages_->pinned_pages();
   if (takeable < pages_per_block_) {
     return absl::ResourceExhaustedError(
         absl::StrCat("block ", id.value, ": need ", pages_per_block_, " pages in the device tier, ",
-                     takeable, " of ", pages_->device_pages(),
+                     takeable, " of ", pages_->openable_pages(),
                      " are not of open blocks; seal blocks or raise kv_device_size_gb"));
   }
   KVASIR_ASSIGN_OR_RETURN(const int64_t extent, TakeHostExtent(id));

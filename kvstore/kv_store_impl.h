@@ -82,7 +82,7 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   StoredChanges TakeStoredChanges() override;
   std::vector<StoredBlock> Inventory() const override;
   absl::Status Flush(absl::Duration most) override;
-  int64_t device_blocks() const override { return pages_->device_pages() / pages_per_block_; }
+  int64_t device_blocks() const override { return pages_->openable_pages() / pages_per_block_; }
   int64_t host_blocks() const override {
     return whole_room() + (lean_ == nullptr ? 0 : lean_->range().count);
   }

@@ -1,7 +1,7 @@
-// Pages that lie on disk only, as kernels on the CPU see them: absent in the page table, and
-// brought into memory when they are read. The table stays as it is for the whole step; who finds a
-// page absent asks here. Which pages memory has room for is the store's business
-// (kvstore/on_demand/). Thread-safe, except Want.
+// Pages that lie on disk only: absent in the page table, and brought into memory when they are
+// read. On the CPU the table stays as it is for the whole step, and the kernel that finds a page
+// absent asks here. For a GPU's kernels a thread asks (worker/backend/cuda/page_mailbox.h). Which
+// pages memory has room for is the store's business (kvstore/on_demand/). Thread-safe, except Want.
 #pragma once
 
 #include <cstddef>
@@ -24,6 +24,9 @@ class AbsentPages {
   // Returns the page, waiting for it; null when it cannot be read. `page` is its index in the page
   // table. Waits count for the sequence in `slot`.
   virtual std::byte* Bring(int64_t slot, int64_t page, PageUse use) = 0;
+  // Copies the page to `to`, for who uses no page in place. Otherwise like Bring; false when it
+  // cannot be read. Also while other functions of the pages' owner run.
+  virtual bool Copy(int64_t slot, int64_t page, std::span<std::byte> to) = 0;
   // Starts to bring pages that will be read soon, in about this order, for one layer. Between ops:
   // no page of an earlier Bring is in use.
   virtual void Want(int64_t layer, std::span<const int64_t> pages) = 0;

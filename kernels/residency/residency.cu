@@ -20,6 +20,10 @@ __global__ void InitKernel(const __grid_constant__ ResidencyState s) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * NumThreads();
   const int64_t first = static_cast<int64_t>(blockIdx.x) * NumThreads() + Thread();
   if (first == 0) *s.counters = {.free_slots = s.shape.num_slots};
+  if (first == 0 && s.bring != nullptr) *s.bring = {};
+  for (int64_t i = first; i < s.shape.num_pages() - s.shape.first_lean_page(); i += stride) {
+    s.needed_in[i] = 0;
+  }
   for (int64_t page = first; page < s.shape.num_pages(); page += stride) {
     s.pages[page] = PageRef();
     s.last_touched[page] = kNeverTouched;
@@ -40,7 +44,7 @@ __global__ void OpenKernel(const __grid_constant__ ResidencyState s, const int32
                            int64_t num_extents) {
   __shared__ OrderMemory memory;
   const int64_t wanted = num_extents * s.shape.pages_per_extent;
-  const int64_t taken = TakeSlots(s, wanted, kNeverTouched, 2 * s.shape.num_slots, memory);
+  const int64_t taken = TakeSlots(s, wanted, Spared(), 2 * s.shape.num_slots, memory);
   for (int64_t i = Thread(); i < wanted; i += NumThreads()) {
     const int64_t page = extents[i / s.shape.pages_per_extent] * s.shape.pages_per_extent +
                          i % s.shape.pages_per_extent;
@@ -69,7 +73,7 @@ __global__ void RestoreKernel(const __grid_constant__ ResidencyState s, const in
   const int64_t first = extents[blockIdx.x] * s.shape.pages_per_extent;
   for (int64_t page = first + Thread(); page < first + s.shape.pages_per_extent;
        page += NumThreads()) {
-    s.pages[page] = PageRef::OfAligned(s.shape.host_page(page), PageTier::kHost);
+    s.pages[page] = s.shape.home(page);
     s.last_touched[page] = kNeverTouched;
     s.missed_bytes[page] = 0;
   }
@@ -182,7 +186,7 @@ __device__ int64_t ListCandidates(const ResidencyState& s, OrderMemory& memory) 
 __global__ void ChooseKernel(const __grid_constant__ ResidencyState s, uint32_t step) {
   __shared__ OrderMemory memory;
   const int64_t wanted = ListCandidates(s, memory);
-  const int64_t taken = TakeSlots(s, wanted, step, s.shape.max_examined, memory);
+  const int64_t taken = TakeSlots(s, wanted, {.step = step}, s.shape.max_examined, memory);
   for (int64_t i = Thread(); i < taken; i += NumThreads()) {
     s.fills[i] = {.page = s.candidates[i], .slot = s.taken[i]};
     s.slot_states[s.taken[i]] = SlotState::kFilling;
@@ -196,7 +200,7 @@ __global__ void ChooseKernel(const __grid_constant__ ResidencyState s, uint32_t 
 
 // One warp an extent.
 __global__ void CountKernel(const __grid_constant__ ResidencyState s, int32_t* counts) {
-  for (int64_t extent = FirstUnit(); extent < s.shape.num_extents; extent += UnitStride()) {
+  for (int64_t extent = FirstUnit(); extent < s.shape.num_blocks(); extent += UnitStride()) {
     const PageRef* const pages = s.pages + extent * s.shape.pages_per_extent;
     int count = 0;
     for (int64_t first = 0; first < s.shape.pages_per_extent; first += kWarpThreads) {

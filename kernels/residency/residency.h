@@ -8,6 +8,7 @@
 //          any --FreeExtents--> none
 //   slot:  free --OpenExtents--> pinned --SealExtents--> cached --evicted, FreeExtents--> free
 //          free, or cached and evicted --PlanFills--> filling --MapFills--> cached
+//          free, or cached and evicted --BringPages--> cached
 //
 // Nothing changes the tables while a step reads them. After the step:
 //   MapFills   enters the pages that were filled meanwhile into the tables
@@ -16,6 +17,10 @@
 //              the tables.
 //   CopyFills  copies beside the next step, into slots that no table names
 // So no slot is both named by a table and written, and one table is enough.
+//
+// Blocks whose pages lie on disk only (lean blocks, kvstore/on_demand/) follow the extents in the
+// tables. Their pages are absent, or in the device tier: a step that needs an absent one brings it
+// between selection and attention (bring_pages_cuda.h).
 //
 // Ops run one after another, except that CopyFills may run beside all ops other than MapFills and
 // PlanFills. The functions are stateless: the caller owns the state.
@@ -48,10 +53,13 @@ struct ResidencyShape {
   // Pages of extent e, in order, begin at extents + e * extent_stride. Readable by the device.
   std::byte* extents = nullptr;
   int64_t extent_stride = 0;
+  int64_t num_lean = 0;      // blocks after the extents, whose pages lie on disk
   int64_t max_fills = 0;     // in one step
   int64_t max_examined = 0;  // slots that one step examines for victims
 
-  KVASIR_HOST_DEVICE int64_t num_pages() const { return num_extents * pages_per_extent; }
+  KVASIR_HOST_DEVICE int64_t num_blocks() const { return num_extents + num_lean; }
+  KVASIR_HOST_DEVICE int64_t num_pages() const { return num_blocks() * pages_per_extent; }
+  KVASIR_HOST_DEVICE int64_t first_lean_page() const { return num_extents * pages_per_extent; }
   KVASIR_HOST_DEVICE int64_t num_chunks() const {
     return (num_pages() + kChunkPages - 1) / kChunkPages;
   }
@@ -66,6 +74,11 @@ struct ResidencyShape {
   }
   KVASIR_HOST_DEVICE std::byte* host_page(int64_t page) const {
     return extents + page / pages_per_extent * extent_stride + page % pages_per_extent * page_bytes;
+  }
+  // Where a page of a sealed block is read when it is not in the device tier.
+  KVASIR_HOST_DEVICE PageRef home(int64_t page) const {
+    if (page >= first_lean_page()) return PageRef();
+    return PageRef::OfAligned(host_page(page), PageTier::kHost);
   }
 };
 
@@ -92,6 +105,20 @@ struct ResidencyCounters {
   int64_t cursor = 0;      // the chunk where PlanFills begins
 };
 
+// Kept by BringPages between its calls; zero at first.
+struct BringState {
+  uint32_t calls = 0;
+  uint32_t requests = 0;   // to the host: calls with absent pages
+  uint64_t tickets = 0;    // pages of all requests
+  int32_t num_absent = 0;  // of the call that runs
+  uint32_t ended_blocks = 0;
+};
+// A page that is asked for, and the sequence slot that waits for it.
+struct AskedPage {
+  int32_t page = 0;
+  int32_t slot = 0;
+};
+
 // All arrays lie in one allocation, in the memory of the ops that use it.
 struct ResidencyState {
   ResidencyShape shape;
@@ -107,6 +134,9 @@ struct ResidencyState {
   int32_t* candidates = nullptr;       // [max_fills] working memory
   uint32_t* candidate_bits = nullptr;  // [num_chunks * kChunkPages / 32] working memory
   int32_t* chunk_counts = nullptr;     // [num_chunks] working memory
+  BringState* bring = nullptr;         // null without lean blocks, like the arrays below
+  uint32_t* needed_in = nullptr;       // [pages of lean blocks] last call that needed the page
+  AskedPage* absent = nullptr;         // [pages of lean blocks] working memory
   ResidencyCounters* counters = nullptr;
   int64_t bytes = 0;
 };

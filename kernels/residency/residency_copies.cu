@@ -3,40 +3,17 @@
 #include <cstddef>
 
 #include "kernels/base/status_macros.h"
+#include "kernels/residency/page_pieces.cuh"
 #include "kernels/residency/residency_cuda.h"
 #include "kernels/residency/residency_launch.cuh"
 
 namespace kvasir::kernels {
 namespace {
 
-constexpr int kLaneLoads = 8;  // of 16 bytes, in flight
-constexpr int64_t kPieceBytes = kWarpThreads * kLaneLoads * 16;
 constexpr int kFillBlocks = 32;  // CTAs of kFillThreads: 512 KiB in flight, on few multiprocessors
 constexpr int kFillThreads = 128;
 constexpr int kGatherThreads = 128;
 constexpr int kMostGathered = 16;  // extents
-
-// Copies piece `piece` of a page, by one warp. All loads are in flight together.
-__device__ void CopyPiece(const std::byte* from, std::byte* to, int64_t piece, int64_t page_bytes) {
-  const int64_t begin = piece * kPieceBytes / 16 + Thread() % kWarpThreads;
-  const auto* source = reinterpret_cast<const uint4*>(from);
-  auto* target = reinterpret_cast<uint4*>(to);
-  uint4 values[kLaneLoads];
-#pragma unroll
-  for (int i = 0; i < kLaneLoads; ++i) {
-    const int64_t at = begin + i * kWarpThreads;
-    if (at < page_bytes / 16) values[i] = source[at];
-  }
-#pragma unroll
-  for (int i = 0; i < kLaneLoads; ++i) {
-    const int64_t at = begin + i * kWarpThreads;
-    if (at < page_bytes / 16) target[at] = values[i];
-  }
-}
-
-__device__ int64_t NumPieces(const ResidencyState& s) {
-  return (s.shape.page_bytes + kPieceBytes - 1) / kPieceBytes;
-}
 
 __global__ void __launch_bounds__(kFillThreads)
     FillKernel(const __grid_constant__ ResidencyState s) {

@@ -22,7 +22,7 @@ bool IsVictim(const ResidencyState& s, int64_t slot, uint32_t spared) {
 
 void Evict(const ResidencyState& s, int64_t slot) {
   const int64_t page = s.slot_pages[slot];
-  s.pages[page] = PageRef(s.shape.host_page(page), PageTier::kHost);
+  s.pages[page] = s.shape.home(page);
   s.slot_pages[slot] = -1;
   ++s.counters->evictions;
 }
@@ -156,7 +156,7 @@ void RestoreExtents(const ResidencyState& s, std::span<const int32_t> extents) {
   for (const int64_t extent : extents) {
     for (int64_t page = extent * s.shape.pages_per_extent;
          page < (extent + 1) * s.shape.pages_per_extent; ++page) {
-      s.pages[page] = PageRef(s.shape.host_page(page), PageTier::kHost);
+      s.pages[page] = s.shape.home(page);
       s.last_touched[page] = kNeverTouched;
       s.missed_bytes[page] = 0;
     }
@@ -217,7 +217,7 @@ void CopyFills(const ResidencyState& s) {
 }
 
 void CountDevicePages(const ResidencyState& s, std::span<int32_t> counts) {
-  for (int64_t extent = 0; extent < s.shape.num_extents; ++extent) {
+  for (int64_t extent = 0; extent < s.shape.num_blocks(); ++extent) {
     const PageRef* const pages = s.pages + extent * s.shape.pages_per_extent;
     counts[static_cast<size_t>(extent)] = static_cast<int32_t>(
         std::count_if(pages, pages + s.shape.pages_per_extent,

@@ -1,5 +1,5 @@
 // Shared by the kernels of residency: numbers of threads and warps, and the status of a launch.
-// Only residency*.cu and residency_slots.cuh include it.
+// Only the files of this folder include it.
 #pragma once
 
 #include <cstdint>

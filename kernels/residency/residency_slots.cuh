@@ -58,17 +58,29 @@ inline __device__ int64_t TakeFree(const ResidencyState& s, int64_t wanted, Orde
 
 enum class Verdict { kStays, kLeaves, kStaysOnce };
 
-inline __device__ Verdict Judge(const ResidencyState& s, int64_t slot, uint32_t spared) {
+// Pages that no victim may be.
+struct Spared {
+  uint32_t step = kNeverTouched;  // those that this step read
+  uint32_t call = 0;              // those that this call of BringPages needs; calls begin at 1
+};
+
+inline __device__ bool IsNeeded(const ResidencyState& s, int64_t page, uint32_t call) {
+  return call != 0 && page >= s.shape.first_lean_page() &&
+         s.needed_in[page - s.shape.first_lean_page()] == call;
+}
+
+inline __device__ Verdict Judge(const ResidencyState& s, int64_t slot, const Spared& spared) {
   if (s.slot_states[slot] != SlotState::kCached) return Verdict::kStays;
+  if (IsNeeded(s, s.slot_pages[slot], spared.call)) return Verdict::kStays;
   const uint32_t touched = s.last_touched[s.slot_pages[slot]];
   if (touched == kNeverTouched) return Verdict::kLeaves;
-  if (touched == spared) return Verdict::kStays;
+  if (touched == spared.step) return Verdict::kStays;
   return touched <= s.slot_seen[slot] ? Verdict::kLeaves : Verdict::kStaysOnce;
 }
 
 inline __device__ void Evict(const ResidencyState& s, int64_t slot) {
   const int64_t page = s.slot_pages[slot];
-  s.pages[page] = PageRef::OfAligned(s.shape.host_page(page), PageTier::kHost);
+  s.pages[page] = s.shape.home(page);
   s.slot_pages[slot] = -1;
   s.slot_states[slot] = SlotState::kFree;
 }
@@ -76,7 +88,8 @@ inline __device__ void Evict(const ResidencyState& s, int64_t slot) {
 // Appends victims among the next `most_examined` slots to the `count` slots already taken. Returns
 // the new count.
 inline __device__ int64_t TakeVictims(const ResidencyState& s, int64_t count, int64_t wanted,
-                                      uint32_t spared, int64_t most_examined, OrderMemory& memory) {
+                                      const Spared& spared, int64_t most_examined,
+                                      OrderMemory& memory) {
   const int64_t had = count;
   int64_t hand = s.counters->hand;
   for (int64_t examined = 0; examined < most_examined && count < wanted;) {
@@ -108,7 +121,7 @@ inline __device__ int64_t TakeVictims(const ResidencyState& s, int64_t count, in
   return count;
 }
 
-inline __device__ int64_t TakeSlots(const ResidencyState& s, int64_t wanted, uint32_t spared,
+inline __device__ int64_t TakeSlots(const ResidencyState& s, int64_t wanted, const Spared& spared,
                                     int64_t most_examined, OrderMemory& memory) {
   const int64_t free = TakeFree(s, wanted, memory);
   const int64_t taken = TakeVictims(s, free, wanted, spared, most_examined, memory);

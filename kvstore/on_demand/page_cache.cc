@@ -99,16 +99,39 @@ std::byte* PageCache::Bring(int64_t slot, int64_t page, PageUse use) {
   if (page < first_page_) return nullptr;  // absent, and of no lean block
   MutexLock lock(mu_);
   if (SourceOf(page).held == nullptr) return nullptr;
-  ++stats_.brought;
   Frame& frame = FrameOf(page);
-  if (std::exchange(frame.prefetched, false)) {
-    ++(frame.state == Frame::State::kReading ? stats_.late_prefetches : stats_.used_prefetches);
-  }
+  CountBrought(frame);
   const bool let_go = frames_.Pin(frame, use);
   if (let_go) done_.NotifyAll();
   if (!wanted_.empty()) wake_.NotifyOne();  // a page that was read makes room
   if (frame.state == Frame::State::kReading) Await(frame, slot);
   return frame.state == Frame::State::kReady ? frame.address : nullptr;
+}
+
+// Nothing is pinned: while the lock is given up, the frame may become another page's.
+bool PageCache::Copy(int64_t slot, int64_t page, std::span<std::byte> to) {
+  if (page < first_page_) return false;
+  MutexLock lock(mu_);
+  for (bool first = true; SourceOf(page).held != nullptr; first = false) {
+    Frame& frame = FrameOf(page);
+    if (first) CountBrought(frame);
+    if (!wanted_.empty()) wake_.NotifyOne();  // a page that was read makes room
+    if (frame.state == Frame::State::kReading) {
+      Await(frame, slot);
+      continue;
+    }
+    frame.used = frame.recent = true;
+    if (frame.state != Frame::State::kReady) return false;
+    std::memcpy(to.data(), frame.address, to.size());
+    return true;
+  }
+  return false;
+}
+
+void PageCache::CountBrought(Frame& frame) {
+  ++stats_.brought;
+  if (!std::exchange(frame.prefetched, false)) return;
+  ++(frame.state == Frame::State::kReading ? stats_.late_prefetches : stats_.used_prefetches);
 }
 
 Frame& PageCache::FrameOf(int64_t page) {
@@ -128,7 +151,8 @@ Frame& PageCache::FrameOf(int64_t page) {
 
 void PageCache::Await(Frame& frame, int64_t slot) {
   const Clock::time_point begin = Clock::now();
-  while (frame.state == Frame::State::kReading) done_.Wait(mu_);
+  const int64_t page = frame.page;  // a frame that is not pinned may become another page's
+  while (frame.page == page && frame.state == Frame::State::kReading) done_.Wait(mu_);
   const double seconds = std::chrono::duration<double>(Clock::now() - begin).count();
   ++stats_.waited;
   stats_.wait_seconds += seconds;

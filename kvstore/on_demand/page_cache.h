@@ -77,6 +77,7 @@ class PageCache final : public kernels::AbsentPages {
   void Remove(int64_t block);
 
   std::byte* Bring(int64_t slot, int64_t page, kernels::PageUse use) override;
+  bool Copy(int64_t slot, int64_t page, std::span<std::byte> to) override;
   void Want(int64_t layer, std::span<const int64_t> pages) override;
 
   // Ends the use of pages by the kernels of a step. Returns the lean blocks with a page that came
@@ -107,6 +108,7 @@ class PageCache final : public kernels::AbsentPages {
 
   Source& SourceOf(int64_t page) REQUIRES(mu_);
   int64_t PageInBlock(int64_t page) const { return (page - first_page_) % pages_per_block_; }
+  void CountBrought(Frame& frame) REQUIRES(mu_);
   void Await(Frame& frame, int64_t slot) REQUIRES(mu_);
   // Returns the page's frame. If it has none, it gets one, as soon as one may be taken, and is
   // read.

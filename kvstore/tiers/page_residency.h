@@ -78,7 +78,7 @@ class PageResidency {
   // host tier is still being prepared. RESOURCE_EXHAUSTED if that fails.
   virtual absl::Status AwaitExtent(int64_t /*extent*/) { return absl::OkStatus(); }
 
-  // REQUIRES: device_pages() - pinned_pages() is at least one block's pages.
+  // REQUIRES: openable_pages() - pinned_pages() is at least one block's pages.
   virtual absl::Status Open(int64_t extent) = 0;
   // `hash` names the block, and with it the checksums of its pages.
   virtual absl::Status Seal(int64_t extent, const PrefixHash& hash) = 0;
@@ -113,6 +113,8 @@ class PageResidency {
   virtual absl::StatusOr<std::vector<CorruptExtent>> EndStep() = 0;
 
   virtual int64_t device_pages() const = 0;
+  // Pages of the device tier that open blocks may have at a time.
+  virtual int64_t openable_pages() const { return device_pages(); }
   virtual int64_t pinned_pages() const = 0;  // of open extents
   virtual ResidencyStats stats() const = 0;
   // Checks that free, used and pinned add up, and that every page is where its extent's state says.

@@ -34,6 +34,10 @@ class FewFrames final : public AbsentPages {
     std::memcpy(frame, kv_.memory(page), static_cast<size_t>(kv_.layout().page_bytes()));
     return frame;
   }
+  bool Copy(int64_t, int64_t page, std::span<std::byte> to) override {
+    std::memcpy(to.data(), kv_.memory(page), to.size());
+    return true;
+  }
   void Want(int64_t, std::span<const int64_t>) override {}
 
   // Pages that left since the start, so that others could come.

@@ -1,5 +1,5 @@
-// Answers of the engine on a GPU have the same bits again, beside others, in steps that begin ahead,
-// and wherever pages lie.
+// Answers of the engine on a GPU have the same bits again, beside others, in steps that begin
+// ahead, and wherever pages lie.
 #include <gtest/gtest.h>
 #include <iostream>
 #include <map>
@@ -47,8 +47,8 @@ void ExpectSameBitsFromParts(TestModel& model, const std::vector<uint32_t>& poli
   }
 }
 
-// Others in a step change no bit of a request, of its policy and of all others, prompts and answers,
-// so that its products are those of one row, of up to 16 and of chunks.
+// Others in a step change no bit of a request, of its policy and of all others, prompts and
+// answers, so that its products are those of one row, of up to 16 and of chunks.
 void ExpectSameBitsAmongOthers(TestModel& model, const std::vector<uint32_t>& policies,
                                const EngineOptions& options) {
   constexpr int64_t kPrompt = 900;

@@ -49,6 +49,7 @@ absl::Status CudaAttention::BeginStep(const StepInputs& inputs, const CudaStep& 
                                       const KvArenas& arenas, const CudaStream& stream,
                                       WaitForDevice wait) {
   const kernels::KvLayout& layout = step.kv.layout;
+  if (BringsPages()) on_disk_.mailbox->ServeFrom(*step.kv.on_disk);
   if (!maps_.has_value()) {
     KVASIR_ASSIGN_OR_RETURN(maps_, kernels::MakeKvTensorMaps(layout, arenas.device, arenas.host));
   }
@@ -162,6 +163,7 @@ std::span<SelectedCounts> CudaAttention::Counts(const CudaStep& step, int64_t la
 
 absl::Status CudaAttention::Attend(const CudaStep& step, const LayerQueries& queries,
                                    const TensorView& out, cudaStream_t stream) {
+  KVASIR_RETURN_IF_ERROR(BringPages(step, queries.layer, stream));
   const int64_t heads = step.kv.layout.num_kv_heads;
   const int64_t blocks = step.shape.num_tiles();
   const auto params = [&](int64_t begin, int64_t end) {
@@ -198,6 +200,17 @@ absl::Status CudaAttention::Attend(const CudaStep& step, const LayerQueries& que
   KVASIR_RETURN_IF_ERROR(
       kernels::CountSelected(several.tiles, several.selection, several.device_counts, stream));
   return kernels::AttendPrefill(several, *maps_, stream);
+}
+
+absl::Status CudaAttention::BringPages(const CudaStep& step, int64_t layer,
+                                       cudaStream_t stream) const {
+  if (!BringsPages()) return absl::OkStatus();
+  return kernels::BringPages(on_disk_.state, on_disk_.mailbox->view(),
+                             {.kv = step.kv,
+                              .layer = layer,
+                              .tiles = Blocks(step, 0, step.shape.num_tiles()),
+                              .selection = SelectionOf(layer)},
+                             stream);
 }
 
 absl::Status CudaAttention::AttendDecode(const kernels::CudaAttendParams& params,

@@ -20,9 +20,9 @@
 #include "kernels/sparse/common/cuda_selector.h"
 #include "worker/backend/backend.h"
 #include "worker/backend/cuda/cuda_graphs.h"
-#include "worker/backend/cuda/cuda_memory.h"
 #include "worker/backend/cuda/cuda_residency.h"
 #include "worker/backend/cuda/cuda_select.h"
+#include "worker/backend/cuda/memory/cuda_memory.h"
 #include "worker/backend/cuda/step_table.h"
 
 namespace kvasir::worker {
@@ -40,6 +40,9 @@ struct CudaStep {
 
 class CudaAttention {
  public:
+  // From now on, what selections name is brought from disk where it lies there only.
+  void BringFrom(const PagesOnDisk& on_disk) { on_disk_ = on_disk; }
+  bool BringsPages() const { return on_disk_.mailbox != nullptr; }
   // Takes the memory that the step needs. `arenas` hold all pages, the same ones in every step.
   absl::Status BeginStep(const StepInputs& inputs, const CudaStep& step, const KvArenas& arenas,
                          const CudaStream& stream, WaitForDevice wait);
@@ -72,12 +75,15 @@ class CudaAttention {
   // Returns the place for the counts of query tiles [begin, end).
   std::span<kernels::SelectedCounts> Counts(const CudaStep& step, int64_t layer, int64_t begin,
                                             int64_t end) const;
+  // Brings what the layer's selections name, where pages lie on disk only.
+  absl::Status BringPages(const CudaStep& step, int64_t layer, cudaStream_t stream) const;
   absl::Status AttendDecode(const kernels::CudaAttendParams& params, cudaStream_t stream);
   // Attends for rows that the terminator may end early: query tiles from `first_block` on.
   absl::Status AttendEnding(const CudaStep& step, const kernels::CudaTerminator& terminator,
                             const kernels::CudaAttendParams& params, int64_t first_block,
                             cudaStream_t stream);
 
+  PagesOnDisk on_disk_;
   std::optional<kernels::KvTensorMaps> maps_;
   SelectLimits limits_;               // of the step
   kernels::PageSelection selection_;  // headers lie in the step's table

@@ -65,9 +65,9 @@ absl::StatusOr<std::unique_ptr<CudaBackend>> CudaBackend::Create(kernels::Execut
   cudaDeviceProp gpu;
   KVASIR_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&device), "looking for a GPU"));
   KVASIR_RETURN_IF_ERROR(CudaStatus(cudaGetDeviceProperties(&gpu, device), "describing the GPU"));
+  KVASIR_ASSIGN_OR_RETURN(const bool has_kernels, kernels::HasKernelsForDevice());
   KVASIR_RETURN_IF_ERROR(
-      CheckCudaDevice({gpu.name, gpu.major, gpu.minor, gpu.sharedMemPerBlockOptin,
-                       kernels::HasKernelsForDevice()}));
+      CheckCudaDevice({gpu.name, gpu.major, gpu.minor, gpu.sharedMemPerBlockOptin, has_kernels}));
   KVASIR_ASSIGN_OR_RETURN(CudaStream stream, CudaStream::Create());
   KVASIR_ASSIGN_OR_RETURN(kernels::CublasLt lt, kernels::CublasLt::Create());
   KVASIR_ASSIGN_OR_RETURN(DeviceBuffer workspace,
@@ -116,9 +116,9 @@ absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> CudaBackend::MakeResiden
   attention_ = {};  // it holds maps of other arenas
   graphs_.Clear(stream_);
   for (InFlightStep& own : own_) own.inputs.reset();  // steps that an earlier engine has left
-  KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<CudaResidency> residency,
-                          CudaResidency::Make(options, stream_, executor()));
+  KVASIR_ASSIGN_OR_RETURN(auto residency, CudaResidency::Make(options, stream_, executor()));
   arenas_ = residency->arenas();
+  attention_.BringFrom(residency->pages_on_disk());
   return residency;
 }
 

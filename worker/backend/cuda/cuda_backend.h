@@ -19,10 +19,10 @@
 #include "worker/backend/backend.h"
 #include "worker/backend/cuda/cuda_attention.h"
 #include "worker/backend/cuda/cuda_graphs.h"
-#include "worker/backend/cuda/cuda_memory.h"
 #include "worker/backend/cuda/cuda_ranks.h"
 #include "worker/backend/cuda/cuda_residency.h"
 #include "worker/backend/cuda/cuda_rope.h"
+#include "worker/backend/cuda/memory/cuda_memory.h"
 
 namespace kvasir::worker {
 
@@ -57,7 +57,8 @@ class CudaBackend final : public Backend {
   bool StartsSlowly() const override { return true; }
   // Not with other ranks: after kernels that wait for a missing rank, the queue of launches may
   // fill up, and a launch may wait without bound.
-  bool RunsAhead() const override { return ranks_ == nullptr; }
+  // Nor with pages on disk: blocks may leave host memory between steps.
+  bool RunsAhead() const override { return ranks_ == nullptr && !attention_.BringsPages(); }
   bool MeasuresMass() const override { return false; }
   absl::StatusOr<bool> BeginStep(const StepInputs& step) override;
   absl::Status EmbedTokens(const kernels::TensorView& table, const kernels::TensorView& y) override;

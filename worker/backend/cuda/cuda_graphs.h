@@ -18,7 +18,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 
-#include "worker/backend/cuda/cuda_memory.h"
+#include "worker/backend/cuda/memory/cuda_memory.h"
 
 namespace kvasir::worker {
 

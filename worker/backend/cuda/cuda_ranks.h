@@ -21,7 +21,7 @@
 #include "kernels/base/device_buffer.h"
 #include "kernels/base/mutex.h"
 #include "worker/backend/backend.h"
-#include "worker/backend/cuda/cuda_memory.h"
+#include "worker/backend/cuda/memory/cuda_memory.h"
 #include "worker/parallel/nccl_communicator.h"
 #include "worker/parallel/peer_sums.h"
 

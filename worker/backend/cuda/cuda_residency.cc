@@ -1,23 +1,21 @@
 #include "worker/backend/cuda/cuda_residency.h"
 
 #include <algorithm>
-#include <set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 
 #include "kernels/append/key_codes_cuda.h"
+#include "kernels/base/cuda_status.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::worker {
 
+using kernels::CudaStatus;
 using kernels::DeviceBuffer;
-using kernels::PageRef;
-using kernels::PageTier;
 using kernels::ResidencyCounters;
 using kernels::ResidencyShape;
 using kernels::ResidencyState;
-using kernels::SlotState;
 
 namespace {
 
@@ -38,6 +36,7 @@ ResidencyShape ShapeOf(const kvstore::ResidencyOptions& options) {
           .num_slots = options.device_pages,
           .page_bytes = layout.page_bytes(),
           .extent_stride = options.format.extent_bytes(),
+          .num_lean = std::ssize(options.lean_bounds),
           .max_fills = fills,
           .max_examined = kExaminedPerFill * fills};
 }
@@ -61,12 +60,26 @@ absl::StatusOr<DeviceBuffer> MakeAddresses(const DeviceBuffer& of, int64_t num_e
   return table;
 }
 
+// Beside reserved_pages(), two open blocks and the fills of a step must have room.
+absl::Status CheckRoomForLayer(const ResidencyShape& shape, const kernels::KvLayout& layout) {
+  if (shape.num_lean == 0) return absl::OkStatus();
+  const int64_t needed =
+      shape.num_lean * layout.num_kv_heads + 2 * shape.pages_per_extent + shape.max_fills;
+  if (shape.num_slots >= needed) return absl::OkStatus();
+  return absl::ResourceExhaustedError(absl::StrCat(
+      "the device tier has ", shape.num_slots, " pages, and with KV on demand needs ", needed,
+      ": one layer of all ", shape.num_lean, " blocks that may lie on disk only; raise ",
+      "--kv-device-size-gb by ", (needed - shape.num_slots) * shape.page_bytes / 1'000'000 + 1,
+      " MB, or lower --kv-on-demand-size-gb"));
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<CudaResidency>> CudaResidency::Make(
     const kvstore::ResidencyOptions& options, const CudaStream& stream,
     kernels::Executor& executor) {
   KVASIR_RETURN_IF_ERROR(CheckResidencyShape(ShapeOf(options)));
+  KVASIR_RETURN_IF_ERROR(CheckRoomForLayer(ShapeOf(options), options.format.shard().layout));
   KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<PinnedRegion> extents,
                           PinnedRegion::Over(options.memory, options.format.extent_bytes(),
                                              options.num_extents, "--kv-host-size-gb"));
@@ -88,7 +101,9 @@ CudaResidency::CudaResidency(const kvstore::ResidencyOptions& options, const Cud
       executor_(executor),
       extents_(std::move(extents)),
       host_(options.format, options.num_extents, options.freed_memory, extents_->data()),
-      extent_states_(static_cast<size_t>(options.num_extents), ExtentState::kNone),
+      lean_bounds_(options.lean_bounds),
+      extent_states_(static_cast<size_t>(options.num_extents) + lean_bounds_.size(),
+                     ExtentState::kNone),
       copies_(extent_states_.size()),
       bindings_(extent_states_.size()),
       block_extents_(static_cast<size_t>(num_slots_ * max_blocks_per_slot_), -1),
@@ -109,7 +124,7 @@ absl::Status CudaResidency::TakeMemory(const kvstore::ResidencyOptions& options)
     KVASIR_ASSIGN_OR_RETURN(buffer, DeviceBuffer::Allocate(bytes));
     return absl::OkStatus();
   };
-  const int64_t extents = options.num_extents;
+  const int64_t extents = std::ssize(extent_states_);
   KVASIR_RETURN_IF_ERROR(take(std::max(kGatheredBytes, layout_.block_bytes()), gathered_));
   KVASIR_RETURN_IF_ERROR(take(options.device_pages * layout_.page_bytes(), arena_));
   KVASIR_RETURN_IF_ERROR(take(extents * layout_.block_bounds_bytes(), bounds_));
@@ -125,6 +140,10 @@ absl::Status CudaResidency::TakeMemory(const kvstore::ResidencyOptions& options)
   KVASIR_ASSIGN_OR_RETURN(counters_,
                           kernels::PinnedBuffer::Allocate(2 * sizeof(ResidencyCounters)));
   std::fill_n(counters_.As<ResidencyCounters>(), 2, seen_);
+  if (lean_bounds_.empty()) return absl::OkStatus();
+  KVASIR_ASSIGN_OR_RETURN(
+      mailbox_, PageMailbox::Create(layout_.page_bytes(),
+                                    state_.shape.num_pages() - state_.shape.first_lean_page()));
   return absl::OkStatus();
 }
 
@@ -199,6 +218,34 @@ void CudaResidency::Restore(int64_t extent, const kvstore::PrefixHash& hash) {
   copies_[static_cast<size_t>(extent)] = {.hash = hash, .is_whole = true};
 }
 
+// The error, if there is one, is that of the next step.
+void CudaResidency::MakeLean(int64_t lean, const kvstore::PrefixHash& /*hash*/,
+                             std::optional<int64_t> from) {
+  KVASIR_CHECK(state_of(lean) == ExtentState::kNone && lean >= state_.shape.num_extents);
+  state_of(lean) = ExtentState::kLean;
+  if (digests_.ok()) digests_ = CopyDigests(lean, from);
+}
+
+absl::Status CudaResidency::CopyDigests(int64_t lean, std::optional<int64_t> from) {
+  const int64_t bounds = layout_.block_bounds_bytes();
+  KVASIR_RETURN_IF_ERROR(stream_.CopyToDevice(
+      bounds_.data() + lean * bounds,
+      lean_bounds_[static_cast<size_t>(lean - state_.shape.num_extents)], bounds));
+  if (key_codes_.size_bytes() == 0) return absl::OkStatus();
+  KVASIR_CHECK(from.has_value());
+  // Codes of a restored block are made when the device is told of it, from memory that may be
+  // another block's after this call.
+  if (!commands_.restored.empty()) {
+    KVASIR_RETURN_IF_ERROR(CarryOut(step_));
+    KVASIR_RETURN_IF_ERROR(stream_.Wait());
+  }
+  const int64_t codes = layout_.block_key_codes_bytes();
+  return CudaStatus(
+      cudaMemcpyAsync(key_codes_.data() + lean * codes, key_codes_.data() + *from * codes,
+                      static_cast<size_t>(codes), cudaMemcpyDeviceToDevice, stream_.get()),
+      "copying key codes");
+}
+
 void CudaResidency::Free(int64_t extent) {
   KVASIR_CHECK(bindings_[static_cast<size_t>(extent)] == 0);
   const ExtentState was = std::exchange(state_of(extent), ExtentState::kNone);
@@ -230,7 +277,9 @@ void CudaResidency::Bind(int64_t slot, int64_t index, int64_t extent) {
 int64_t CudaResidency::PagesInDevice(int64_t extent) const {
   const ExtentState state = extent_states_[static_cast<size_t>(extent)];
   if (state == ExtentState::kNone) return 0;
-  if (state != ExtentState::kSealed) return state_.shape.pages_per_extent;
+  if (state == ExtentState::kOpening || state == ExtentState::kOpen) {
+    return state_.shape.pages_per_extent;
+  }
   if (extent_pages_.empty()) {
     absl::StatusOr<std::vector<int32_t>> counts = FetchExtentPages();
     if (!counts.ok()) return 0;  // an error of the device: the next step reports it
@@ -254,6 +303,7 @@ absl::StatusOr<std::vector<int32_t>> CudaResidency::FetchExtentPages() const {
 
 absl::StatusOr<kernels::PagedKv> CudaResidency::BeginStep(uint32_t step) {
   step_ = step;
+  KVASIR_RETURN_IF_ERROR(digests_);
   KVASIR_RETURN_IF_ERROR(CarryOut(step));
   return kernels::PagedKv{.layout = layout_,
                           .block_extents = block_extents_table_.As<int32_t>(),
@@ -269,11 +319,12 @@ absl::StatusOr<kernels::PagedKv> CudaResidency::BeginStep(uint32_t step) {
 }
 
 absl::Status CudaResidency::CarryOut(uint32_t step) {
+  extents_->GiveWay();
   const cudaStream_t stream = stream_.get();
   KVASIR_RETURN_IF_ERROR(SealCopied());
   KVASIR_RETURN_IF_ERROR(BeginCopies());
   // Slots that are still being copied from may be needed.
-  const int64_t most_pinned = state_.shape.num_slots - state_.shape.max_fills;
+  const int64_t most_pinned = openable_pages() - state_.shape.max_fills;
   if (held_pages() > most_pinned && !commands_.opened.empty() && !being_copied_.empty()) {
     KVASIR_RETURN_IF_ERROR(copied_.HoldBack(stream_));
     TakeCopied();
@@ -356,6 +407,7 @@ absl::StatusOr<std::vector<kvstore::CorruptExtent>> CudaResidency::EndStep() {
   KVASIR_RETURN_IF_ERROR(stream_.CopyToHost(&counters, state_.counters, sizeof(ResidencyCounters)));
   KVASIR_RETURN_IF_ERROR(counted_[parity].Record(stream_));
   extent_pages_.clear();
+  if (mailbox_ != nullptr) KVASIR_RETURN_IF_ERROR(stream_.Wait());
   if (seen_.without_room == 0) return std::vector<kvstore::CorruptExtent>();
   return absl::InternalError(
       absl::StrCat("residency: ", seen_.without_room, " pages of opened blocks found no slot of ",
@@ -373,60 +425,6 @@ kvstore::ResidencyStats CudaResidency::stats() const {
           .bytes_device_to_host = sealed_blocks_ * layout_.block_bytes(),
           .device_hits = seen_.hits,
           .device_misses = seen_.misses};
-}
-
-absl::Status CudaResidency::CheckIntegrity() const {
-  if (!commands_.empty()) return absl::OkStatus();  // the device lags the host's books
-  std::vector<std::byte> image(static_cast<size_t>(state_.bytes));
-  KVASIR_RETURN_IF_ERROR(stream_.CopyToHost(image.data(), state_memory_.data(), state_.bytes));
-  KVASIR_RETURN_IF_ERROR(stream_.Wait());
-  const ResidencyState found = LayOutResidency(state_.shape, image.data());
-  KVASIR_RETURN_IF_ERROR(CheckExtents(found));
-  return CheckSlots(found);
-}
-
-absl::Status CudaResidency::CheckExtents(const ResidencyState& found) const {
-  const ResidencyShape& shape = state_.shape;
-  const std::set<int64_t> being_copied(being_copied_.begin(), being_copied_.end());
-  const auto is_held = [&](int64_t page) {
-    return being_copied.contains(page / shape.pages_per_extent);
-  };
-  for (int64_t page = 0; page < shape.num_pages(); ++page) {
-    const ExtentState state = extent_states_[static_cast<size_t>(page / shape.pages_per_extent)];
-    const PageRef ref = found.pages[page];
-    const int64_t slot = ref.tier() == PageTier::kDevice ? shape.slot_of(ref.page()) : -1;
-    const bool is_well =
-        state == ExtentState::kNone ? ref.tier() == PageTier::kAbsent
-        : slot >= 0                 ? found.slot_pages[slot] == page &&
-                          found.slot_states[slot] == (state == ExtentState::kOpen || is_held(page)
-                                                          ? SlotState::kPinned
-                                                          : SlotState::kCached)
-                    : state == ExtentState::kSealed && ref.page() == shape.host_page(page);
-    if (is_well) continue;
-    return absl::InternalError(absl::StrCat("residency: page ", page % shape.pages_per_extent,
-                                            " of extent ", page / shape.pages_per_extent,
-                                            " in state ", static_cast<int>(state), " is in tier ",
-                                            static_cast<int>(ref.tier()), ", slot ", slot));
-  }
-  return absl::OkStatus();
-}
-
-absl::Status CudaResidency::CheckSlots(const ResidencyState& found) const {
-  const ResidencyShape& shape = state_.shape;
-  const auto count = [&](SlotState state) {
-    return std::count(found.slot_states, found.slot_states + shape.num_slots, state);
-  };
-  const ResidencyCounters& counters = *found.counters;
-  if (count(SlotState::kFree) == counters.free_slots &&
-      count(SlotState::kFilling) == counters.num_fills &&
-      count(SlotState::kPinned) == held_pages() && counters.without_room == 0) {
-    return absl::OkStatus();
-  }
-  return absl::InternalError(absl::StrCat(
-      "residency: of ", shape.num_slots, " slots ", count(SlotState::kFree), " are free, counted ",
-      counters.free_slots, "; ", count(SlotState::kFilling), " being filled, counted ",
-      counters.num_fills, "; ", count(SlotState::kPinned), " pinned, open extents have ",
-      pinned_pages(), "; ", counters.without_room, " pages found no slot"));
 }
 
 }  // namespace kvasir::worker

@@ -8,6 +8,10 @@
 //   stream of the steps  | commands, step t | map, plan |   commands, step t+1   | wait, map, plan
 //   | stream of fills                                     | copy the planned fills |
 //
+// Lean blocks (kvstore/on_demand/) follow the extents in the tables. What the device keeps of them
+// are bounds and key codes; their pages come into slots within a step (page_mailbox.h). With lean
+// blocks, EndStep waits for the device: until then its kernels ask for pages.
+//
 // A page's bytes are not verified between the two tiers: both memories and the link correct errors.
 // Checksums are made on the host, for blocks that the tier below asks for. Counters are those after
 // the last step but two, because the last but one may be in flight when the last ends.
@@ -18,6 +22,7 @@
 #include <cstdint>
 #include <cuda_runtime_api.h>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -28,8 +33,9 @@
 #include "kernels/paged/kv_tensor_maps.h"
 #include "kernels/residency/residency_cuda.h"
 #include "kvstore/tiers/page_residency.h"
-#include "worker/backend/cuda/cuda_memory.h"
-#include "worker/backend/cuda/pinned_region.h"
+#include "worker/backend/cuda/memory/cuda_memory.h"
+#include "worker/backend/cuda/memory/pinned_region.h"
+#include "worker/backend/cuda/page_mailbox.h"
 #include "worker/backend/cuda/residency_commands.h"
 
 namespace kvasir::worker {
@@ -38,6 +44,12 @@ namespace kvasir::worker {
 struct KvArenas {
   kernels::KvArena device;
   kernels::KvArena host;
+};
+
+// How kernels bring pages of lean blocks.
+struct PagesOnDisk {
+  kernels::ResidencyState state;
+  PageMailbox* mailbox = nullptr;  // null: there are no lean blocks
 };
 
 class CudaResidency final : public kvstore::PageResidency {
@@ -50,6 +62,7 @@ class CudaResidency final : public kvstore::PageResidency {
   ~CudaResidency() override;
 
   KvArenas arenas() const;
+  PagesOnDisk pages_on_disk() const { return {.state = state_, .mailbox = mailbox_.get()}; }
 
   kvstore::HostSlab& host() override { return host_; }
   // Extents are pinned in their order while the first of them are used.
@@ -59,6 +72,8 @@ class CudaResidency final : public kvstore::PageResidency {
   // Computes the checksums when the copy is over; the device makes none.
   absl::StatusOr<bool> IsExtentWhole(int64_t extent) override;
   void Restore(int64_t extent, const kvstore::PrefixHash& hash) override;
+  void MakeLean(int64_t lean, const kvstore::PrefixHash& hash,
+                std::optional<int64_t> from) override;
   void Free(int64_t extent) override;
   void Bind(int64_t slot, int64_t index, int64_t extent) override;
   int64_t BoundExtent(int64_t slot, int64_t index) const override {
@@ -69,13 +84,14 @@ class CudaResidency final : public kvstore::PageResidency {
   absl::StatusOr<kernels::PagedKv> BeginStep(uint32_t step) override;
   absl::StatusOr<std::vector<kvstore::CorruptExtent>> EndStep() override;
   int64_t device_pages() const override { return state_.shape.num_slots; }
+  int64_t openable_pages() const override { return state_.shape.num_slots - reserved_pages(); }
   int64_t pinned_pages() const override { return open_extents_ * state_.shape.pages_per_extent; }
   kvstore::ResidencyStats stats() const override;
   // Fetches the whole state.
   absl::Status CheckIntegrity() const override;
 
  private:
-  enum class ExtentState : uint8_t { kNone, kOpening, kOpen, kSealed };
+  enum class ExtentState : uint8_t { kNone, kOpening, kOpen, kSealed, kLean };
   // The copy of a sealed extent to the host tier.
   struct ExtentCopy {
     kvstore::PrefixHash hash{};
@@ -87,6 +103,8 @@ class CudaResidency final : public kvstore::PageResidency {
 
   absl::Status TakeMemory(const kvstore::ResidencyOptions& options);
   absl::Status MakeTables();
+  // Copies the digests of a lean block to their places on the device.
+  absl::Status CopyDigests(int64_t lean, std::optional<int64_t> from);
 
   // Puts the commands on the stream, and the number of the step that follows them.
   absl::Status CarryOut(uint32_t step);
@@ -104,6 +122,8 @@ class CudaResidency final : public kvstore::PageResidency {
   absl::Status CheckSlots(const kernels::ResidencyState& found) const;
 
   ExtentState& state_of(int64_t extent) { return extent_states_[static_cast<size_t>(extent)]; }
+  // A layer may need its pages of all lean blocks at a time.
+  int64_t reserved_pages() const { return state_.shape.num_lean * layout_.num_kv_heads; }
   // Pages of extents that are open or being copied.
   int64_t held_pages() const {
     return (open_extents_ + std::ssize(being_copied_)) * state_.shape.pages_per_extent;
@@ -126,7 +146,10 @@ class CudaResidency final : public kvstore::PageResidency {
       block_extents_table_, step_number_;
   kernels::ResidencyState state_;  // in state_memory_
 
-  // The host's own books.
+  const std::vector<std::byte*> lean_bounds_;  // [lean block], in host memory
+  std::unique_ptr<PageMailbox> mailbox_;       // null: there are no lean blocks
+
+  // The host's own books. Lean blocks follow the extents.
   std::vector<ExtentState> extent_states_;
   std::vector<ExtentCopy> copies_;     // [extent]
   std::vector<int32_t> being_copied_;  // extents not yet sealed on the device
@@ -139,6 +162,7 @@ class CudaResidency final : public kvstore::PageResidency {
   int64_t sealed_blocks_ = 0;
   ResidencyCommands commands_;
   uint32_t step_ = 0;
+  absl::Status digests_;  // the first error of CopyDigests
 
   CommandUpload upload_;
   kernels::PinnedBuffer counters_;  // [2], written by the device when counted_ is recorded

@@ -17,7 +17,7 @@
 #include "kernels/paged/grouped_positions.h"
 #include "kernels/rope/rope_positions_cuda.h"
 #include "worker/backend/backend.h"
-#include "worker/backend/cuda/cuda_memory.h"
+#include "worker/backend/cuda/memory/cuda_memory.h"
 
 namespace kvasir::worker {
 

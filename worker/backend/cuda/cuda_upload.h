@@ -8,7 +8,7 @@
 
 #include "kernels/base/executor.h"
 #include "worker/backend/backend.h"
-#include "worker/backend/cuda/cuda_memory.h"
+#include "worker/backend/cuda/memory/cuda_memory.h"
 
 namespace kvasir::worker {
 

@@ -11,7 +11,7 @@
 
 #include "kernels/base/device_buffer.h"
 #include "kernels/residency/residency_cuda.h"
-#include "worker/backend/cuda/cuda_memory.h"
+#include "worker/backend/cuda/memory/cuda_memory.h"
 
 namespace kvasir::worker {
 

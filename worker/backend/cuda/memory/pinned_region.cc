@@ -1,7 +1,6 @@
-#include "worker/backend/cuda/pinned_region.h"
+#include "worker/backend/cuda/memory/pinned_region.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cuda_runtime_api.h>
 #include <thread>
 
@@ -17,9 +16,13 @@ namespace {
 
 using kernels::MutexLock;
 
-// Approximate size of a piece: the driver holds locks while it pins one, and a step's launches wait
-// for them.
-constexpr int64_t kPieceBytes = int64_t{1} << 25;
+// Approximate size of a piece: the driver holds locks while it pins one, for about half a
+// millisecond a MiB, and a step's launches wait for them.
+constexpr int64_t kPieceBytes = int64_t{1} << 23;
+// The driver's locks are not fair: launches get as much time as the pieces take, and beside steps
+// kShareOfSteps times as much, unless somebody waits for a part.
+constexpr int64_t kShareOfSteps = 9;
+constexpr std::chrono::milliseconds kStepsGoOn{200};  // after the last one
 constexpr int64_t kMemoryPageBytes = 4096;
 constexpr int64_t kReportedParts = 10;  // log lines for a region of many pieces
 // The threads zero pages, which takes a core longer than the driver takes to pin them.
@@ -76,12 +79,25 @@ absl::Status PinnedRegion::PinPiece(int64_t piece) {
     KVASIR_RETURN_IF_ERROR(memory_.Reserve(part));
   }
   MutexLock lock(driver_mu_);
-  const auto started = std::chrono::steady_clock::now();
+  const Clock::time_point started = Clock::now();
   const cudaError_t error = cudaHostRegister(begin, static_cast<size_t>(bytes),
                                              cudaHostRegisterPortable | cudaHostRegisterMapped);
-  // The driver's locks are not fair: a step's launches get as much time as the pieces take.
-  std::this_thread::sleep_for(std::chrono::steady_clock::now() - started);
+  Rest(Clock::now() - started);
   return kernels::CudaStatus(error, absl::StrCat("pinning ", bytes, " bytes of host memory"));
+}
+
+void PinnedRegion::Rest(Clock::duration worked) {
+  std::this_thread::sleep_for(worked);
+  const Clock::time_point until = Clock::now() + (kShareOfSteps - 1) * worked;
+  MutexLock lock(mu_);
+  if (Clock::now() - last_step_ > kStepsGoOn) return;
+  while (num_waiting_ == 0 && !stopping_ && changed_.WaitUntil(mu_, until)) {
+  }
+}
+
+void PinnedRegion::GiveWay() {
+  MutexLock lock(mu_);
+  last_step_ = Clock::now();
 }
 
 void PinnedRegion::EndPiece(int64_t piece, const absl::Status& status) {
@@ -104,10 +120,13 @@ void PinnedRegion::EndPiece(int64_t piece, const absl::Status& status) {
 absl::Status PinnedRegion::Await(int64_t part) {
   const auto piece = static_cast<size_t>(part / parts_per_piece_);
   MutexLock lock(mu_);
+  ++num_waiting_;
+  changed_.NotifyAll();
   // A piece that has been begun ends with its own status; the others end with the first error.
   while (pieces_[piece] == Piece::kWaits && (failed_.ok() || static_cast<int64_t>(piece) < next_)) {
     changed_.Wait(mu_);
   }
+  --num_waiting_;
   return pieces_[piece] == Piece::kPinned ? absl::OkStatus() : failed_;
 }
 
@@ -115,6 +134,7 @@ PinnedRegion::~PinnedRegion() {
   {
     MutexLock lock(mu_);
     stopping_ = true;
+    changed_.NotifyAll();
   }
   for (std::thread& thread : threads_) thread.join();
   MutexLock lock(mu_);

@@ -6,6 +6,7 @@
 // on any thread.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -44,8 +45,13 @@ class PinnedRegion {
   // Waits until the part is pinned; required before anyone touches it. Called after Start.
   // RESOURCE_EXHAUSTED or INTERNAL when it cannot be pinned.
   absl::Status Await(int64_t part) EXCLUDES(mu_);
+  // A step is launched: for a while pinning leaves the driver to steps for most of the time, unless
+  // Await waits.
+  void GiveWay() EXCLUDES(mu_);
 
  private:
+  using Clock = std::chrono::steady_clock;
+
   enum class Piece : uint8_t { kWaits, kPinned, kFailed };
 
   PinnedRegion(kvstore::HostMemory& memory, int64_t part_bytes, int64_t num_parts);
@@ -53,7 +59,9 @@ class PinnedRegion {
   std::byte* begin_of(int64_t piece) const { return data_ + piece * piece_bytes_; }
   // Pins pieces until all have been begun.
   void PinPieces(int device) EXCLUDES(mu_);
-  absl::Status PinPiece(int64_t piece) EXCLUDES(driver_mu_);
+  absl::Status PinPiece(int64_t piece) EXCLUDES(driver_mu_, mu_);
+  // Leaves the driver to others after a piece that took it for `worked`.
+  void Rest(Clock::duration worked) REQUIRES(driver_mu_) EXCLUDES(mu_);
   // Records how a piece ended, and logs now and then how many are pinned.
   void EndPiece(int64_t piece, const absl::Status& status) EXCLUDES(mu_);
 
@@ -70,6 +78,8 @@ class PinnedRegion {
   std::vector<Piece> pieces_ GUARDED_BY(mu_);
   int64_t next_ GUARDED_BY(mu_) = 0;  // first piece that nobody has begun
   int64_t num_pinned_ GUARDED_BY(mu_) = 0;
+  int64_t num_waiting_ GUARDED_BY(mu_) = 0;  // calls of Await
+  Clock::time_point last_step_ GUARDED_BY(mu_);
   bool stopping_ GUARDED_BY(mu_) = false;
   absl::Status failed_ GUARDED_BY(mu_);  // the first error; no piece is begun after it
 

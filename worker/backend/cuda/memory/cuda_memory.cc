@@ -1,4 +1,4 @@
-#include "worker/backend/cuda/cuda_memory.h"
+#include "worker/backend/cuda/memory/cuda_memory.h"
 
 #include "kernels/base/cuda_status.h"
 
