@@ -89,6 +89,7 @@ KvStoreImpl::KvStoreImpl(const KvStoreOptions& options, Parts parts)
       memory_(parts.memory),
       pages_(std::move(parts.pages)),
       host_(pages_->host()),
+      ahead_(memory_, host_.num_extents()),
       adopted_(format_, memory_, host_),
       below_(std::move(parts.below)),
       lent_(below_ == nullptr ? nullptr : below_->lent_blocks()),
@@ -133,6 +134,7 @@ absl::StatusOr<int64_t> KvStoreImpl::TakeHostMemory() {
   const int64_t extent = host_.Take();
   absl::Status there = pages_->AwaitExtent(extent);
   if (there.ok()) there = memory_.Reserve(extent);
+  ahead_.OnTaken(extent);
   if (there.ok()) return extent;
   host_.Free(extent);
   return there;

@@ -25,6 +25,7 @@
 #include "kvstore/kv_store.h"
 #include "kvstore/on_demand/lean_blocks.h"
 #include "kvstore/tiers/host_slab.h"
+#include "kvstore/tiers/memory_ahead.h"
 #include "kvstore/tiers/page_residency.h"
 #include "kvstore/tiers/tier.h"
 
@@ -243,6 +244,7 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   HostMemory& memory_;
   const std::unique_ptr<PageResidency> pages_;
   HostSlab& host_;  // of pages_
+  MemoryAhead ahead_;
   AdoptedBlocks adopted_;
   std::deque<DueHeader> due_headers_;  // in the order of sealing
   absl::Time next_headers_ = absl::InfinitePast();

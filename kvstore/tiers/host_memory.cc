@@ -25,6 +25,8 @@
 namespace kvasir::kvstore {
 namespace {
 
+using kernels::MutexLock;
+
 constexpr uint64_t kMagic = 0x59524f4d454d564b;  // "KVMEMORY"
 constexpr uint32_t kVersion = 1;
 constexpr int kBytesPerStatBlock = 512;
@@ -148,7 +150,10 @@ absl::Status HostMemory::Fit(const ExtentFormat& format, const std::string& owne
   }
   extent_bytes_ = format.extent_bytes();
   touched_ = FindTouched(num_extents);
-  reserved_.assign(static_cast<size_t>(num_extents), 0);
+  {
+    MutexLock lock(mu_);
+    reserved_.assign(static_cast<size_t>(num_extents), Reserved::kNo);
+  }
   return found == identity ? absl::OkStatus() : WriteIdentity(identity);
 }
 
@@ -185,13 +190,26 @@ absl::Status HostMemory::CheckRoom(int64_t bytes) const {
       " and its file system ", room, " more; enlarge that, or lower --kv-host-size-gb"));
 }
 
+absl::Status HostMemory::Reserve(int64_t extent) {
+  const auto index = static_cast<size_t>(extent);
+  {
+    MutexLock lock(mu_);
+    while (reserved_[index] == Reserved::kBegun) changed_.Wait(mu_);
+    if (reserved_[index] == Reserved::kYes) return absl::OkStatus();
+    reserved_[index] = Reserved::kBegun;
+  }
+  absl::Status taken = TakeMemory(extent);
+  MutexLock lock(mu_);
+  reserved_[index] = taken.ok() ? Reserved::kYes : Reserved::kNo;
+  changed_.NotifyAll();
+  return taken;
+}
+
 // Takes whole huge pages, with parts of the extents beside it. KV is read in scattered pages, and
 // the system makes huge pages of memory that is shared only when it is asked for each of them:
 // `shmem_enabled` is `never` on most machines. It makes one where at least one page is; if all are,
 // it takes and zeroes them one by one, and copies them, five times as long.
-absl::Status HostMemory::Reserve(int64_t extent) {
-  uint8_t& is_reserved = reserved_[static_cast<size_t>(extent)];
-  if (is_reserved != 0) return absl::OkStatus();
+absl::Status HostMemory::TakeMemory(int64_t extent) {
   const int64_t at = kHeaderBytes + extent * extent_bytes_;
   const int64_t begin = at / kHugePageBytes * kHugePageBytes;
   const int64_t last = (at + extent_bytes_ - 1) / kHugePageBytes;
@@ -206,9 +224,8 @@ absl::Status HostMemory::Reserve(int64_t extent) {
   }
   if (error == 0) error = TakeFromSystem(fd_, begin, end - begin);
   errno = error;
-  if (error != 0) return Failed(name_, absl::StrCat("no memory for extent ", extent));
-  is_reserved = 1;
-  return absl::OkStatus();
+  if (error == 0) return absl::OkStatus();
+  return Failed(name_, absl::StrCat("no memory for extent ", extent));
 }
 
 std::vector<uint8_t> HostMemory::FindTouched(int64_t num_extents) const {

@@ -17,6 +17,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
+#include "kernels/base/mutex.h"
 #include "kvstore/format/page_format.h"
 
 namespace kvasir::kvstore {
@@ -40,12 +41,14 @@ class HostMemory {
   // The first extent, aligned to kExtentAlignment. Valid until Fit, Erase or the end.
   std::byte* extents() const { return map_ + kHeaderBytes; }
   // Takes an extent's memory from the system, in huge pages where it can, so that touching it
-  // cannot fail. RESOURCE_EXHAUSTED when there is none. Different extents may be reserved on
-  // different threads.
+  // cannot fail. RESOURCE_EXHAUSTED when there is none. Thread-safe; waits for a thread that
+  // reserves the same extent.
   absl::Status Reserve(int64_t extent);
   // Whether an extent's first bytes have memory since before Fit: whoever sealed a block in it is
   // among those who touched them. Others must not be touched before they are reserved.
   bool WasTouched(int64_t extent) const { return touched_[static_cast<size_t>(extent)] != 0; }
+  // Size of an extent, since Fit.
+  int64_t extent_bytes() const { return extent_bytes_; }
   // Bytes that it has taken from the system.
   int64_t held_bytes() const;
   // Gives all memory back, and with it what it holds.
@@ -61,14 +64,19 @@ class HostMemory {
   absl::Status CheckRoom(int64_t bytes) const;
   std::vector<uint8_t> FindTouched(int64_t num_extents) const;
   void Unmap();
+  absl::Status TakeMemory(int64_t extent);
 
   const int fd_;
   const std::string name_;  // for messages
   std::byte* map_ = nullptr;
   int64_t map_bytes_ = 0;
   int64_t extent_bytes_ = 0;
-  std::vector<uint8_t> touched_;   // [extent]
-  std::vector<uint8_t> reserved_;  // [extent], by this process since Fit
+  std::vector<uint8_t> touched_;  // [extent]
+
+  enum class Reserved : uint8_t { kNo, kBegun, kYes };
+  kernels::Mutex mu_;
+  kernels::CondVar changed_;
+  std::vector<Reserved> reserved_ GUARDED_BY(mu_);  // [extent], by this process since Fit
 };
 
 }  // namespace kvasir::kvstore
