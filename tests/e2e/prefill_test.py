@@ -50,6 +50,7 @@ class Prefill(unittest.TestCase):
         self.assertEqual(answer.finish.usage.cached_tokens.peer, shared_tokens(TOKENS))
         self.assertEqual(self.computed(self.decoder), TOKENS - shared_tokens(TOKENS))
         self.assertEqual(self.computed(self.reader), TOKENS)
+        self.assertEqual(self.reader.metric("kvasir_generation_tokens_total"), 1)
         print(f"first token after {answer.finish.timing.time_to_first_token.ToMilliseconds()} ms, "
               f"computed by one server after {expected.finish.timing.time_to_first_token.ToMilliseconds()} ms")
 

@@ -1,6 +1,8 @@
 #include "proto/process/work_thread.h"
 
+#include <chrono>
 #include <latch>
+#include <thread>
 #include <vector>
 
 #include "gtest/gtest.h"
@@ -21,17 +23,20 @@ TEST(WorkThreadTest, DoesWorkInOrder) {
   for (int work = 0; work < kWorks; ++work) EXPECT_EQ(done[static_cast<size_t>(work)], work);
 }
 
-TEST(WorkThreadTest, StopAwaitsTheWorkThatIsDoneAndDropsWhatIsAddedLater) {
+TEST(WorkThreadTest, StopAwaitsTheWorkThatIsDoneAndDropsTheRest) {
   std::vector<int> done;
   std::latch begun(1);
   WorkThread<int> thread("work", [&](int work) {
     begun.count_down();
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
     done.push_back(work);
   });
   thread.Add(1);
+  thread.Add(2);
   begun.wait();
   thread.Stop();
-  thread.Add(2);
+  EXPECT_EQ(done, std::vector<int>{1});
+  thread.Add(3);
   thread.Stop();
   EXPECT_EQ(done, std::vector<int>{1});
 }
