@@ -47,6 +47,7 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   // Releases all bound blocks first, also in the middle of a step: the handles in the slots are the
   // store's own.
   ~KvStoreImpl() override {
+    pages_->EndSteps();
     in_step_ = false;
     for (int64_t slot = 0; slot < num_slots_; ++slot) Unbind(slot, 0);
   }
@@ -278,6 +279,7 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   absl::flat_hash_map<PrefixHash, std::optional<std::array<int32_t, kBlockTokens>>> changed_;
 
   std::deque<DueHeader> unwritten_;  // sealed, not known to be stored; used with lean blocks only
+  bool gives_up_writes_ = false;     // at the end of a flush
 
   const std::unique_ptr<Tier> below_;       // null: none. Destroyed before the memory it works on
   LentBlocks* const lent_;                  // of below_; null: peers read nothing

@@ -130,7 +130,8 @@ void KvStoreImpl::WriteToShed() {
   // Most blocks may go before anything is short.
   if (std::ssize(unwritten_) > 2 * whole_room()) std::erase_if(unwritten_, is_gone);
   const int64_t most_queued = std::max<int64_t>(1, whole_room() / 2);
-  if (num_whole() < whole_room() / 2 || unwritten_.empty() || !below_->stats().writable) return;
+  const bool is_needed = num_whole() >= whole_room() / 2 && !gives_up_writes_;
+  if (!is_needed || unwritten_.empty() || !below_->stats().writable) return;
   for (; !unwritten_.empty() && std::ssize(queued_writes_) < most_queued; unwritten_.pop_front()) {
     const QueuedWrite& write = unwritten_.front();
     if (!is_gone(write)) Persist(write.id, write.block.tokens);

@@ -113,7 +113,7 @@ void KvStoreImpl::OnWritten(const QueuedWrite& write, const absl::Status& status
   if (status.ok() && below_->Holds(write.block.hash)) {
     changed_[write.block.hash] = write.block.tokens;
   }
-  if (!status.ok() && lean_ != nullptr) unwritten_.push_back(write);
+  if (!status.ok() && lean_ != nullptr && !gives_up_writes_) unwritten_.push_back(write);
   FreeIfUnused(write.id);
 }
 
@@ -272,18 +272,19 @@ absl::Status KvStoreImpl::Flush(absl::Duration most) {
   KVASIR_CHECK(!in_step_);
   int64_t given_up = 0;
   for (const absl::Time end = absl::Now() + most; !queued_writes_.empty() || !writes_.empty();) {
-    if (absl::Now() >= end) given_up += GiveUpWrites();
+    gives_up_writes_ = absl::Now() >= end;
+    if (gives_up_writes_) given_up += GiveUpWrites();
     below_->Wait();
     PollTier();
   }
+  gives_up_writes_ = false;
   if (given_up == 0) return absl::OkStatus();
   return absl::DeadlineExceededError(absl::StrCat(
       given_up, " blocks were not written to the tier below within ", absl::FormatDuration(most),
       ", because it is slow; they are computed again when they are needed"));
 }
 
-// Returns how many of those that were queued. A store with lean blocks queues more by itself, which
-// ends too.
+// Returns how many of those that were queued.
 int64_t KvStoreImpl::GiveUpWrites() {
   unwritten_.clear();
   const auto given_up = std::exchange(queued_writes_, {});

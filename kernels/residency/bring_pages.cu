@@ -17,7 +17,6 @@ constexpr int kBringThreads = 256;
 constexpr int kWarps = kBringThreads / kWarpThreads;
 constexpr int64_t kRowParts = 16;  // of a row's items, a warp each
 constexpr int64_t kMostBlocks = 128;
-constexpr uint64_t kPatienceNs = 10'000'000'000;
 constexpr uint32_t kLooksBetweenClocks = 256;
 
 struct BringLaunch {
@@ -27,6 +26,7 @@ struct BringLaunch {
   int64_t layer = 0;
   const QueryTile* tiles = nullptr;
   PageSelection selection;
+  uint64_t patience_ns = 0;
 };
 
 __device__ uint64_t LoadFromHost(const uint64_t* from) {
@@ -86,9 +86,9 @@ __device__ bool IsLast(BringState& bring) {
 }
 
 // Waits for the ticket, by all lanes of a warp, so that each may read the page. Returns whether the
-// page came.
-__device__ bool AwaitTicket(const MailboxFlags& flags, uint64_t ticket) {
-  const uint64_t* const arrived = &flags.arrived[ticket % kMailboxBuffers];
+// page came. `gave_up` is that of all warps.
+__device__ bool AwaitTicket(const BringLaunch& p, uint64_t ticket, volatile bool& gave_up) {
+  const uint64_t* const arrived = &p.mailbox.flags->arrived[ticket % kMailboxBuffers];
   uint64_t begin_ns = 0;
   for (uint32_t looks = 1;; ++looks) {
     const uint64_t found = LoadFromHost(arrived);
@@ -97,15 +97,16 @@ __device__ bool AwaitTicket(const MailboxFlags& flags, uint64_t ticket) {
     if (looks % kLooksBetweenClocks != 0) continue;
     const uint64_t now = __shfl_sync(kAllLanes, NowNs(), 0);
     if (begin_ns == 0) begin_ns = now;
-    if (now - begin_ns > kPatienceNs) return false;
+    if (now - begin_ns > p.patience_ns) gave_up = true;
+    if (__any_sync(kAllLanes, gave_up)) return false;
   }
 }
 
-__device__ void TakePage(const BringLaunch& p, int64_t i, uint64_t ticket) {
+__device__ void TakePage(const BringLaunch& p, int64_t i, uint64_t ticket, volatile bool& gave_up) {
   const ResidencyState& s = p.state;
   const int64_t page = s.absent[i].page;
   const int64_t slot = s.taken[i];
-  const bool came = AwaitTicket(*p.mailbox.flags, ticket);
+  const bool came = AwaitTicket(p, ticket, gave_up);
   const std::byte* const buffer =
       p.mailbox.buffers + static_cast<int64_t>(ticket % kMailboxBuffers) * s.shape.page_bytes;
   for (int64_t piece = 0; came && piece < NumPieces(s); ++piece) {
@@ -133,18 +134,28 @@ __device__ void BringListed(const BringLaunch& p, uint32_t call, int64_t wanted,
                             OrderMemory& memory) {
   const ResidencyState& s = p.state;
   const int64_t num_pages = TakeSlots(s, wanted, {.call = call}, 2 * s.shape.num_slots, memory);
-  for (int64_t i = Thread(); i < num_pages; i += NumThreads()) p.mailbox.asked[i] = s.absent[i];
+  if (num_pages == 0) return;
+  __shared__ bool gave_up;
   const uint64_t first_ticket = s.bring->tickets;
+  MailboxFlags& flags = *p.mailbox.flags;
+  if (Thread() == 0) {
+    gave_up = false;
+    StoreToHost(&flags.begun, s.bring->requests + 1);
+    __threadfence_system();
+  }
+  __syncthreads();
+  for (int64_t i = Thread(); i < num_pages; i += NumThreads()) p.mailbox.asked[i] = s.absent[i];
   __threadfence_system();
   __syncthreads();
-  if (Thread() == 0 && num_pages > 0) {
-    p.mailbox.flags->num_pages = static_cast<int32_t>(num_pages);
-    p.mailbox.flags->layer = p.layer;
-    StoreToHost(&p.mailbox.flags->request, ++s.bring->requests);
+  if (Thread() == 0) {
+    flags.num_pages = static_cast<int32_t>(num_pages);
+    flags.layer = static_cast<int32_t>(p.layer);
+    flags.first_ticket = first_ticket;
+    StoreToHost(&flags.request, ++s.bring->requests);
     s.bring->tickets = first_ticket + static_cast<uint64_t>(num_pages);
   }
   for (int64_t i = Thread() / kWarpThreads; i < num_pages; i += kWarps) {
-    TakePage(p, i, first_ticket + static_cast<uint64_t>(i));
+    TakePage(p, i, first_ticket + static_cast<uint64_t>(i), gave_up);
   }
 }
 
@@ -186,7 +197,8 @@ absl::Status BringPages(const ResidencyState& state, const MailboxView& mailbox,
                               .kv = params.kv,
                               .layer = params.layer,
                               .tiles = params.tiles.data(),
-                              .selection = params.selection};
+                              .selection = params.selection,
+                              .patience_ns = params.patience_ns};
   const int64_t blocks = std::min(kMostBlocks, (rows * kRowParts + kWarps - 1) / kWarps);
   return CudaStatus(LaunchOverlapped(BringKernel, static_cast<unsigned>(blocks), kBringThreads, 0,
                                      stream, launch),

@@ -32,10 +32,14 @@ inline constexpr int64_t kMailboxBuffers = 128;
 // sides. Each page of each request has a ticket, counted from 0; ticket t uses buffer t %
 // kMailboxBuffers.
 struct MailboxFlags {
-  // Written by the device, `request` last: the number of requests so far.
+  // Written by the device, `begun` before the list of a request and `request` after it: the number
+  // of requests so far. A list that was read while both had one value is whole. A new request means
+  // that the device waits for none before it.
+  uint32_t begun;
   uint32_t request;
   int32_t num_pages;
-  int64_t layer;
+  int32_t layer;
+  uint64_t first_ticket;
   // By buffer, written by the host: 2 (t + 1) when the page of ticket t cannot be read, 1 more when
   // it lies in the buffer.
   uint64_t arrived[kMailboxBuffers];
@@ -54,11 +58,12 @@ struct BringParams {
   int64_t layer = 0;
   std::span<const QueryTile> tiles;  // device memory
   const PageSelection& selection;    // rows are tiles x KV heads; device memory
+  uint64_t patience_ns = 10'000'000'000;
 };
 
-// Brings the pages that the selections name. Waits in the device, for at most ten seconds a page
-// that does not come. REQUIRES: slots that are not pinned or being filled are at least as many as
-// the distinct pages named.
+// Brings the pages that the selections name. Waits in the device until one does not come for
+// `patience_ns`; then the others that are not here yet stay absent too. REQUIRES: slots that are
+// not pinned or being filled are at least as many as the distinct pages named.
 absl::Status BringPages(const ResidencyState& state, const MailboxView& mailbox,
                         const BringParams& params, cudaStream_t stream);
 

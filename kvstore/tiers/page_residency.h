@@ -112,6 +112,9 @@ class PageResidency {
   // Collects accesses and misses, promotes, evicts. Returns the extents found corrupt, each once.
   virtual absl::StatusOr<std::vector<CorruptExtent>> EndStep() = 0;
 
+  // No step runs any more, and none will: pages of lean blocks are not asked for after the call.
+  virtual void EndSteps() {}
+
   virtual int64_t device_pages() const = 0;
   // Pages of the device tier that open blocks may have at a time.
   virtual int64_t openable_pages() const { return device_pages(); }

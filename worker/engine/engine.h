@@ -101,8 +101,9 @@ class Engine {
   // Whether blocks are on their way to or from it. Then poll it, also when there are no steps.
   bool TierIsBusy() const { return store_->TierIsBusy(); }
   void PollTier() { store_->PollTier(); }
-  // Waits until every accepted write has ended, for a bounded time. Does nothing after a step that
-  // failed, because the store may be in the middle of it. Blocks not written are computed again.
+  // Waits until every accepted write has ended; after a time, only for those under way. Does
+  // nothing after a step that failed, because the store may be in the middle of it. Blocks not
+  // written are computed again.
   void FlushTier();
 
   // Meter of the step that was finished last. REQUIRES: a step was finished, and at most one has

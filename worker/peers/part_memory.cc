@@ -11,7 +11,8 @@ namespace {
 using kernels::HostArena;
 using kernels::MutexLock;
 
-// Idle memory beyond this is given back.
+// Idle parts beyond this are given back to the arena, which gives back a buffer when none of its
+// parts is left.
 constexpr int64_t kMostIdleBytes = int64_t{64} << 20;
 
 }  // namespace

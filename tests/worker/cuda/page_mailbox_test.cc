@@ -1,14 +1,16 @@
 // Pages that lie on disk only, brought into the device tier by the real kernel, mailbox and thread:
 // every page that a selection names is there afterwards, with its bytes, and no other page is
-// overwritten.
+// overwritten. A page that comes late is not taken for another.
 #include "worker/backend/cuda/page_mailbox.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <gtest/gtest.h>
 #include <map>
 #include <random>
 #include <set>
+#include <thread>
 #include <vector>
 
 #include "kernels/base/device_buffer.h"
@@ -32,8 +34,10 @@ using kernels::ResidencyState;
 using kernels::SelectionEntry;
 using kernels::SelectionHeader;
 
-constexpr int64_t kExtents = 3;  // of the host tier; their pages are never brought
-constexpr int64_t kBlocks = 150;
+constexpr int64_t kExtents = 3;   // of the host tier; their pages are never brought
+constexpr int64_t kBlocks = 150;  // of two sequences, one half after the other
+constexpr int64_t kSlots = 2;
+constexpr int64_t kSlotBlocks = kBlocks / kSlots;
 constexpr int64_t kLean = kBlocks - kExtents;
 constexpr int64_t kCapacity = 64;
 constexpr kernels::KvLayout kLayout = {
@@ -47,8 +51,9 @@ class NumberedPages final : public kernels::AbsentPages {
 
   std::byte* Bring(int64_t, int64_t, kernels::PageUse) override { return nullptr; }
   bool Copy(int64_t slot, int64_t page, std::span<std::byte> to) override {
-    EXPECT_EQ(slot, 0);
+    EXPECT_EQ(slot, page / kLayout.pages_per_block() / kSlotBlocks);
     EXPECT_EQ(to.size(), static_cast<size_t>(kLayout.page_bytes()));
+    while (stuck_) std::this_thread::yield();
     if (IsMissing(page)) return false;
     const uint32_t number = NumberOf(page);
     for (size_t at = 0; at < to.size(); at += sizeof(number)) {
@@ -64,11 +69,14 @@ class NumberedPages final : public kernels::AbsentPages {
     ++requests_;
   }
 
+  // Pages that are asked for while it is stuck come when it is no longer.
+  void set_stuck(bool stuck) { stuck_ = stuck; }
   int64_t copied() const { return copied_; }
   int64_t requests() const { return requests_; }
 
  private:
-  int64_t copied_ = 0, requests_ = 0;
+  std::atomic<bool> stuck_ = false;
+  std::atomic<int64_t> copied_ = 0, requests_ = 0;
 };
 
 class PageMailboxTest : public ::testing::Test {
@@ -104,48 +112,58 @@ class PageMailboxTest : public ::testing::Test {
     }
     header.kind = SelectionHeader::Kind::kList;
     header.sink_end = 64 * static_cast<int64_t>(rng_() % 5);
-    header.window_begin = kPageTokens * (kBlocks - 1 - static_cast<int64_t>(rng_() % 6)) + 10;
-    for (int32_t page = 0; page < kBlocks && header.count < kCapacity; ++page) {
+    header.window_begin = kPageTokens * (kSlotBlocks - 1 - static_cast<int64_t>(rng_() % 6)) + 10;
+    for (int32_t page = 0; page < kSlotBlocks && header.count < kCapacity; ++page) {
       if (rng_() % 4 != 0) continue;
       list[header.count++] = {.page = page, .live = rng_() % 3 == 0 ? 0 : ~uint64_t{0}};
     }
     return header;
   }
 
-  void Bring(int64_t layer) {
-    const QueryTile tile = {.num_rows = 1, .first_position = kBlocks * kPageTokens - 1};
-    std::vector<SelectionEntry> lists(static_cast<size_t>(kLayout.num_kv_heads * kCapacity));
+  void Bring(int64_t layer, uint64_t patience_ns = 10'000'000'000) {
+    constexpr int64_t kHeads = kLayout.num_kv_heads;
+    std::vector<QueryTile> tiles;
+    std::vector<SelectionEntry> lists(static_cast<size_t>(kSlots * kHeads * kCapacity));
     std::vector<SelectionHeader> headers;
     needed_.clear();
-    for (int64_t head = 0; head < kLayout.num_kv_heads; ++head) {
-      SelectionEntry* const list = lists.data() + head * kCapacity;
+    for (int64_t row = 0; row < kSlots * kHeads; ++row) {
+      const int64_t slot = row / kHeads, head = row % kHeads;
+      if (head == 0) {
+        tiles.push_back(
+            {.slot = slot, .num_rows = 1, .first_position = kSlotBlocks * kPageTokens - 1});
+      }
+      SelectionEntry* const list = lists.data() + row * kCapacity;
       headers.push_back(MakeRow(list));
-      const kernels::RowItems items = NumberItems(headers.back(), tile.first_position);
+      const kernels::RowItems items = NumberItems(headers.back(), tiles.back().first_position);
       for (int64_t i = 0; i < items.num_items; ++i) {
         const kernels::RowItem item = FindItem(items, headers.back(), list, i);
-        if (item.mask == 0 || item.page < kExtents) continue;
-        needed_.insert(item.page * kLayout.pages_per_block() + kLayout.page_in_block(layer, head));
+        const int64_t block = slot * kSlotBlocks + item.page;
+        if (item.mask == 0 || block < kExtents) continue;
+        needed_.insert(block * kLayout.pages_per_block() + kLayout.page_in_block(layer, head));
       }
     }
     DeviceMemory device;
     const kernels::PagedKv kv = {
         .layout = kLayout,
         .block_extents = device.Copy(block_extents_.data(), block_extents_.size()).value(),
-        .num_slots = 1,
-        .max_blocks_per_slot = kBlocks,
+        .num_slots = kSlots,
+        .max_blocks_per_slot = kSlotBlocks,
         .num_extents = kBlocks,
         .pages = state_.pages,
         .accesses = {}};
     const PageSelection selection = {.headers = device.Copy(headers.data(), headers.size()).value(),
                                      .entries = device.Copy(lists.data(), lists.size()).value(),
-                                     .num_rows = kLayout.num_kv_heads,
+                                     .num_rows = kSlots * kHeads,
                                      .capacity = kCapacity};
-    QueryTile* const tiles = device.Copy(&tile, 1).value();
-    ASSERT_TRUE(
-        kernels::BringPages(state_, mailbox_->view(),
-                            {.kv = kv, .layer = layer, .tiles = {tiles, 1}, .selection = selection},
-                            stream_.get())
-            .ok());
+    QueryTile* const device_tiles = device.Copy(tiles.data(), tiles.size()).value();
+    ASSERT_TRUE(kernels::BringPages(state_, mailbox_->view(),
+                                    {.kv = kv,
+                                     .layer = layer,
+                                     .tiles = {device_tiles, tiles.size()},
+                                     .selection = selection,
+                                     .patience_ns = patience_ns},
+                                    stream_.get())
+                    .ok());
     const absl::Status status = stream_.Wait();
     ASSERT_TRUE(status.ok()) << status;
   }
@@ -203,6 +221,24 @@ TEST_F(PageMailboxTest, WhatSelectionsNameIsInTheDeviceTier) {
   EXPECT_GT(pages_.copied(), 4 * kernels::kMailboxBuffers);
   EXPECT_GT(evictions_, 2 * kLean);
   EXPECT_GT(pages_.requests(), calls / 2);
+}
+
+// Three requests are given up, and the next one must get its own pages.
+TEST_F(PageMailboxTest, APageThatComesLateIsNotTakenForAnother) {
+  for (int round = 0; round < 5 && !HasFatalFailure(); ++round) {
+    SCOPED_TRACE(round);
+    pages_.set_stuck(true);
+    const int64_t requests = pages_.requests();
+    for (int64_t layer = 0; layer < kLayout.num_layers; ++layer) {
+      Bring(layer, /*patience_ns=*/20'000'000);
+      needed_.clear();  // of what was here before, nothing is wrong
+      CheckPages();
+    }
+    EXPECT_GT(pages_.requests(), requests);
+    pages_.set_stuck(false);
+    Bring(round % kLayout.num_layers);
+    CheckPages();
+  }
 }
 
 }  // namespace

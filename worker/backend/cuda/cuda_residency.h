@@ -83,6 +83,9 @@ class CudaResidency final : public kvstore::PageResidency {
   int64_t PagesInDevice(int64_t extent) const override;
   absl::StatusOr<kernels::PagedKv> BeginStep(uint32_t step) override;
   absl::StatusOr<std::vector<kvstore::CorruptExtent>> EndStep() override;
+  void EndSteps() override {
+    if (mailbox_ != nullptr) mailbox_->Stop();
+  }
   int64_t device_pages() const override { return state_.shape.num_slots; }
   int64_t openable_pages() const override { return state_.shape.num_slots - reserved_pages(); }
   int64_t pinned_pages() const override { return open_extents_ * state_.shape.pages_per_extent; }

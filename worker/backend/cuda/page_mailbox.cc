@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <span>
 #include <utility>
 
 #include "kernels/base/status_macros.h"
@@ -56,9 +57,11 @@ PageMailbox::PageMailbox(int64_t page_bytes, PinnedBuffer memory, const MailboxV
       view_(view),
       thread_([this] { Run(); }) {}
 
-PageMailbox::~PageMailbox() {
+PageMailbox::~PageMailbox() { Stop(); }
+
+void PageMailbox::Stop() {
   stop_ = true;
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
 }
 
 void PageMailbox::Run() {
@@ -68,37 +71,52 @@ void PageMailbox::Run() {
 bool PageMailbox::AwaitRequest() {
   const Clock::time_point eager_until = Clock::now() + kEagerTime;
   while (!stop_) {
-    if (Look(view_.flags->request) != served_) return true;
+    const uint32_t request = Look(view_.flags->request);
+    if (request != served_ && TakeList(request)) return true;
     if (Clock::now() > eager_until) std::this_thread::sleep_for(kLookInterval);
   }
   return false;
 }
 
+bool PageMailbox::TakeList(uint32_t request) {
+  const auto num_pages = static_cast<size_t>(view_.flags->num_pages);
+  layer_ = view_.flags->layer;
+  first_ticket_ = view_.flags->first_ticket;
+  pages_.clear();
+  slots_.clear();
+  for (const AskedPage& asked : std::span(view_.asked, num_pages)) {
+    pages_.push_back(asked.page);
+    slots_.push_back(asked.slot);
+  }
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (Look(view_.flags->begun) != request) return false;
+  served_ = request;
+  return true;
+}
+
 void PageMailbox::Serve() {
-  ++served_;
   kernels::AbsentPages* const source = source_.load();
-  const int64_t num_pages = view_.flags->num_pages;
-  wanted_.clear();
-  for (int64_t i = 0; i < num_pages; ++i) wanted_.push_back(view_.asked[i].page);
-  source->Want(view_.flags->layer, wanted_);
-  for (int64_t i = 0; i < num_pages; ++i, ++ticket_) {
-    if (!AwaitBuffer(ticket_)) return;
-    const auto buffer = static_cast<int64_t>(ticket_ % kMailboxBuffers);
+  source->Want(layer_, pages_);
+  for (size_t i = 0; i < pages_.size(); ++i) {
+    const uint64_t ticket = first_ticket_ + i;
+    if (!AwaitBuffer(ticket)) return;
+    const auto buffer = static_cast<int64_t>(ticket % kMailboxBuffers);
     const bool came =
-        source->Copy(view_.asked[i].slot, wanted_[static_cast<size_t>(i)],
+        source->Copy(slots_[i], pages_[i],
                      {view_.buffers + buffer * page_bytes_, static_cast<size_t>(page_bytes_)});
     std::atomic_ref<uint64_t>(view_.flags->arrived[buffer])
-        .store(2 * (ticket_ + 1) + (came ? 1 : 0), std::memory_order_release);
+        .store(2 * (ticket + 1) + (came ? 1 : 0), std::memory_order_release);
   }
 }
 
-bool PageMailbox::AwaitBuffer(uint64_t ticket) {
-  if (ticket < kMailboxBuffers) return true;
+bool PageMailbox::IsAwaited() const { return !stop_ && Look(view_.flags->begun) == served_; }
+
+bool PageMailbox::AwaitBuffer(uint64_t ticket) const {
   uint64_t& taken = view_.flags->taken[ticket % kMailboxBuffers];
-  while (Look(taken) < ticket + 1 - kMailboxBuffers) {
-    if (stop_) return false;
+  while (ticket >= kMailboxBuffers && Look(taken) < ticket + 1 - kMailboxBuffers) {
+    if (!IsAwaited()) return false;
   }
-  return true;
+  return IsAwaited();
 }
 
 }  // namespace kvasir::worker
