@@ -16,6 +16,12 @@
 #include "tests/support/iterations.h"
 #include "tests/support/scratch_directory.h"
 
+// A child process of a test is a store with threads of its own, which ThreadSanitizer would end.
+#if defined(__SANITIZE_THREAD__)
+extern "C" const char* __tsan_default_options();
+extern "C" const char* __tsan_default_options() { return "die_after_fork=0"; }
+#endif
+
 namespace kvasir::kvstore {
 namespace {
 
