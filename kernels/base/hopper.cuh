@@ -1,6 +1,6 @@
-// The PTX that the kernels use, one function an instruction: barriers on shared memory, bulk copies
-// and clusters. Names follow the PTX ISA (sections "mbarrier", "cp.async.bulk", "barrier.cluster").
-// sm_90 or later. Products of a warpgroup: wgmma/wgmma.cuh.
+// The PTX that the kernels use, one function an instruction: barriers on shared memory, bulk
+// copies, clusters, and the clock. Names follow the PTX ISA (sections "mbarrier", "cp.async.bulk",
+// "barrier.cluster"). sm_90 or later. Products of a warpgroup: wgmma/wgmma.cuh.
 #pragma once
 
 #include <cstdint>
@@ -214,6 +214,14 @@ __device__ T* OfBlock(T* place, unsigned rank) {
                : "=l"(there)
                : "l"(reinterpret_cast<uint64_t>(place)), "r"(rank));
   return reinterpret_cast<T*>(there);
+}
+
+// --- the clock, for waits with a bound ---
+
+__device__ inline uint64_t NowNs() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
 }
 
 }  // namespace kvasir::kernels::hopper

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "kernels/base/hopper.cuh"
 #include "kernels/ranks/rank_ops_cuda.h"
 
 namespace kvasir::kernels {
@@ -16,7 +17,7 @@ class Patience {
     if (++looks_ % kLooksBetweenClocks != 0) return false;
     volatile uint32_t* const gave_up = end_.gave_up;
     if (*gave_up != 0) return true;
-    const uint64_t now = NowNs();
+    const uint64_t now = hopper::NowNs();
     if (begin_ns_ == 0) begin_ns_ = now;
     if (now - begin_ns_ < static_cast<uint64_t>(end_.patience_ns)) return false;
     *gave_up = 1;
@@ -26,12 +27,6 @@ class Patience {
 
  private:
   static constexpr uint32_t kLooksBetweenClocks = 1024;
-
-  static __device__ uint64_t NowNs() {
-    uint64_t now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    return now;
-  }
 
   const PeerSumEnd& end_;
   uint32_t looks_ = 0;

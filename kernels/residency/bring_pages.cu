@@ -2,6 +2,7 @@
 // that ends last, whose warps then take tickets in turn.
 #include <algorithm>
 
+#include "kernels/base/hopper.cuh"
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/base/shape_check.h"
 #include "kernels/base/status_macros.h"
@@ -39,11 +40,6 @@ __device__ void StoreToHost(uint64_t* to, uint64_t value) {
 }
 __device__ void StoreToHost(uint32_t* to, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
-}
-__device__ uint64_t NowNs() {
-  uint64_t now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-  return now;
 }
 
 // Lists the page if it is absent and not listed yet, and spares it if it is here.
@@ -95,7 +91,7 @@ __device__ bool AwaitTicket(const BringLaunch& p, uint64_t ticket, volatile bool
     const bool is_here = found / 2 == ticket + 1;
     if (__all_sync(kAllLanes, is_here)) return found % 2 == 1;
     if (looks % kLooksBetweenClocks != 0) continue;
-    const uint64_t now = __shfl_sync(kAllLanes, NowNs(), 0);
+    const uint64_t now = __shfl_sync(kAllLanes, hopper::NowNs(), 0);
     if (begin_ns == 0) begin_ns = now;
     if (now - begin_ns > p.patience_ns) gave_up = true;
     if (__any_sync(kAllLanes, gave_up)) return false;

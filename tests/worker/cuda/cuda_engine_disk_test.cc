@@ -1,7 +1,6 @@
 // An engine on a GPU over a real disk tier, after a restart: the restored KV gives the bits that
 // the computed KV gave, through bounds and key codes too.
 #include <cstring>
-#include <cuda_runtime_api.h>
 #include <iostream>
 #include <map>
 #include <memory>
@@ -11,97 +10,39 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-#include "tests/support/scratch_directory.h"
+#include "tests/worker/cuda/cuda_disk_fixture.h"
 #include "tests/worker/disk_round_trip.h"
-#include "tests/worker/model/golden.h"
 #include "tests/worker/test_coordinator.h"
 #include "tests/worker/test_worker.h"
-#include "worker/disk.h"
 
 namespace kvasir::worker {
 namespace {
 
 using ::testing::SizeIs;
 
-constexpr char kModel[] = "tests/model/needle-8k";
-constexpr char kText[] = "tests/model/golden/needle-8k.safetensors";
-constexpr int64_t kChunk = 256;
-// Whole chunks, so that the rest of the prompt is computed in the same steps.
-constexpr size_t kStoredBlocks = 10 * kChunk / kernels::kPageTokens;
-constexpr uint64_t kRestoredIds = 100000;
+constexpr uint32_t kWindowTokens = 128;
 
-struct DiskCase {
-  std::string selector;
-  float top_p = 0;
-};
-
-class CudaEngineDiskTest : public ::testing::TestWithParam<DiskCase> {
+class CudaEngineDiskTest : public CudaDiskTest {
  protected:
-  void SetUp() override {
-    int devices = 0;
-    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
-      GTEST_SKIP() << "no GPU on this machine";
-    }
-    model_ = std::make_unique<TestModel>(TestWorkerOptions{.folder = kModel,
-                                                           .dtype = kernels::DType::kBFloat16,
-                                                           .max_model_len = 8192,
-                                                           .num_threads = 4,
-                                                           .device = "cuda",
-                                                           .edit_weights = {}});
-  }
-  static EngineOptions Options() {
-    EngineOptions options = TestWorker::DefaultOptions();
-    options.policies = {MakePolicy("all", GetParam().selector)};
-    if (GetParam().top_p > 0) options.policies[0].mutable_decode()->set_top_p(1);
-    options.kv_dtype = kernels::DType::kBFloat16;
-    options.kv.device = 128 << 20;
-    options.kv.host = 256 << 20;
-    options.max_num_batched_tokens = kChunk;
-    options.weights_hash = std::string(32, 'w');
-    options.kv_form = "rotated/bfloat16";
-    return options;
-  }
-  std::unique_ptr<TestWorker> Start() {
-    v1::KvConfig config;
-    config.set_kv_disk_path(scratch_.path() + "/kv");
-    config.set_kv_disk_size_gb(1);
-    auto disk = OpenDisk({.config = config, .shard = KvShardOf(Options(), model_->transformer())});
-    return std::make_unique<TestWorker>(*model_, Options(), std::move(disk).value());
-  }
-  // Returns the part of the text from `begin` on.
-  static TestRequest Request(int64_t begin) {
-    const std::vector<uint32_t> text = GoldenFile(kText).Run(8000).tokens;
-    TestRequest request = {.prompt = {text.begin() + begin, text.begin() + begin + 3000},
-                           .max_tokens = 16,
-                           .policy = 0,
-                           .prefill = MakeNumbers(32, 128, 256),
-                           .decode = MakeNumbers(16, 128, 256),
-                           .tail_tokens = 20,
-                           .sampling = Greedy(),
-                           .cached_blocks = {}};
-    if (GetParam().top_p > 0) request.decode.set_top_p(GetParam().top_p);
-    return request;
-  }
+  CudaEngineDiskTest() : CudaDiskTest(/*num_threads=*/4) {}
 
-  std::unique_ptr<TestModel> model_;
-  kvasir::testing::ScratchDirectory scratch_;
   std::vector<std::string> stored_;  // prefix hashes
 };
 
 TEST_P(CudaEngineDiskTest, ARoundTripOverTheDiskDoesNotChangeLogits) {
-  TestRequest request = Request(0);
+  TestRequest request = Request(0, kWindowTokens);
   std::map<std::pair<int64_t, int64_t>, TestWorker::Logits> cold;
   {
-    const std::unique_ptr<TestWorker> worker = Start();
+    const std::unique_ptr<TestWorker> worker = Start(Options());
     ComputeAndStore(*worker, request, kChunk, kStoredBlocks, stored_);
     cold = worker->logits();
     EXPECT_EQ(worker->engine().store().stats().tier.written_blocks, kStoredBlocks);
     EXPECT_EQ(worker->engine().store().stats().device_misses, 0);
   }
-  const std::unique_ptr<TestWorker> worker = Start();  // after a restart
+  const std::unique_ptr<TestWorker> worker = Start(Options());  // after a restart
   TestCoordinator coordinator({.chunk = kChunk});
   // When blocks come back into this memory, it holds digests of another text.
-  coordinator.Add(Request(4000));
+  coordinator.Add(Request(4000, kWindowTokens));
   worker->Run(coordinator);
   const v1::TierReport report = RestoreBlocks(*worker, coordinator, stored_, kRestoredIds);
   ASSERT_THAT(report.restored(), SizeIs(kStoredBlocks));

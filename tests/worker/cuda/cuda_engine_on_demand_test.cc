@@ -13,8 +13,8 @@
 #include "gtest/gtest.h"
 
 #include "tests/support/scratch_directory.h"
+#include "tests/worker/cuda/cuda_disk_fixture.h"
 #include "tests/worker/disk_round_trip.h"
-#include "tests/worker/model/golden.h"
 #include "tests/worker/test_coordinator.h"
 #include "tests/worker/test_worker.h"
 #include "worker/disk.h"
@@ -26,51 +26,18 @@ using ::testing::HasSubstr;
 using ::testing::SizeIs;
 using LogitsByPlace = std::map<std::pair<int64_t, int64_t>, TestWorker::Logits>;
 
-constexpr char kModel[] = "tests/model/needle-8k";
-constexpr char kText[] = "tests/model/golden/needle-8k.safetensors";
-constexpr int64_t kChunk = 256;
-constexpr int64_t kPromptTokens = 3000;
-constexpr size_t kStoredBlocks = 10 * kChunk / kernels::kPageTokens;
-constexpr uint64_t kRestoredIds = 100000;
+constexpr uint32_t kWindowTokens = 512;
 constexpr int64_t kLeanBlocks = 64;
 // Half of the host tier is for single pages.
 constexpr int64_t kFewHostBlocks = 20;   // blocks of the request leave it
 constexpr int64_t kMoreHostBlocks = 48;  // what follows a restored prompt has room
 
-struct OnDemandCase {
-  std::string selector;
-  float top_p = 0;
-  kernels::DType kv_dtype = kernels::DType::kBFloat16;
-};
-
-class CudaOnDemandTest : public ::testing::TestWithParam<OnDemandCase> {
+class CudaOnDemandTest : public CudaDiskTest {
  protected:
-  void SetUp() override {
-    int devices = 0;
-    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
-      GTEST_SKIP() << "no GPU on this machine";
-    }
-    model_ = std::make_unique<TestModel>(TestWorkerOptions{.folder = kModel,
-                                                           .dtype = kernels::DType::kBFloat16,
-                                                           .max_model_len = 8192,
-                                                           .num_threads = 1,
-                                                           .device = "cuda",
-                                                           .edit_weights = {}});
-  }
-  EngineOptions InMemory() const {
-    EngineOptions options = TestWorker::DefaultOptions();
-    options.policies = {MakePolicy("all", GetParam().selector)};
-    if (GetParam().top_p > 0) options.policies[0].mutable_decode()->set_top_p(1);
-    options.kv_dtype = GetParam().kv_dtype;
-    options.kv.device = 128 << 20;
-    options.kv.host = 256 << 20;
-    options.max_num_batched_tokens = kChunk;
-    options.weights_hash = std::string(32, 'w');
-    options.kv_form = "rotated/bfloat16";
-    return options;
-  }
+  CudaOnDemandTest() : CudaDiskTest(/*num_threads=*/1) {}
+
   EngineOptions OnDemand(int64_t host_blocks) const {
-    EngineOptions options = InMemory();
+    EngineOptions options = Options();
     const kernels::KvLayout layout = KvShardOf(options, model_->transformer()).layout;
     options.on_demand_bytes = kLeanBlocks * layout.block_bytes();
     options.kv.host = host_blocks * layout.block_bytes() * 12 / 10;
@@ -78,26 +45,6 @@ class CudaOnDemandTest : public ::testing::TestWithParam<OnDemandCase> {
     options.kv.device =
         kLeanBlocks * layout.num_kv_heads * layout.page_bytes() + 8 * layout.block_bytes();
     return options;
-  }
-  std::unique_ptr<TestWorker> Start(const EngineOptions& options) {
-    v1::KvConfig config;
-    config.set_kv_disk_path(scratch_.path() + "/kv");
-    config.set_kv_disk_size_gb(1);
-    auto disk = OpenDisk({.config = config, .shard = KvShardOf(options, model_->transformer())});
-    return std::make_unique<TestWorker>(*model_, options, std::move(disk).value());
-  }
-  static TestRequest Request() {
-    const std::vector<uint32_t> text = GoldenFile(kText).Run(8000).tokens;
-    TestRequest request = {.prompt = {text.begin(), text.begin() + kPromptTokens},
-                           .max_tokens = 16,
-                           .policy = 0,
-                           .prefill = MakeNumbers(32, 512, 256),
-                           .decode = MakeNumbers(16, 512, 256),
-                           .tail_tokens = 20,
-                           .sampling = Greedy(),
-                           .cached_blocks = {}};
-    if (GetParam().top_p > 0) request.decode.set_top_p(GetParam().top_p);
-    return request;
   }
   static kvstore::KvStoreStats Stats(TestWorker& worker) {
     EXPECT_TRUE(worker.engine().store().CheckIntegrity().ok());
@@ -116,18 +63,15 @@ class CudaOnDemandTest : public ::testing::TestWithParam<OnDemandCase> {
           << "position " << place.second;
     }
   }
-
-  std::unique_ptr<TestModel> model_;
-  kvasir::testing::ScratchDirectory scratch_;
 };
 
 TEST_P(CudaOnDemandTest, BlocksThatLeaveMemoryWhileTheyAreReadChangeNoBit) {
   LogitsByPlace expected;
   for (const bool on_demand : {false, true}) {
     const std::unique_ptr<TestWorker> worker =
-        Start(on_demand ? OnDemand(kFewHostBlocks) : InMemory());
+        Start(on_demand ? OnDemand(kFewHostBlocks) : Options());
     TestCoordinator coordinator({.chunk = kChunk});
-    const size_t r = coordinator.Add(Request());
+    const size_t r = coordinator.Add(Request(0, kWindowTokens));
     worker->Run(coordinator);
     ASSERT_TRUE(coordinator.result(r).status.ok()) << coordinator.result(r).status;
     const kvstore::KvStoreStats stats = Stats(*worker);
@@ -145,7 +89,7 @@ TEST_P(CudaOnDemandTest, BlocksThatLeaveMemoryWhileTheyAreReadChangeNoBit) {
 }
 
 TEST_P(CudaOnDemandTest, ARestoredPromptIsReadFromDiskWhereItIsNeeded) {
-  TestRequest request = Request();
+  TestRequest request = Request(0, kWindowTokens);
   std::vector<std::string> stored;  // prefix hashes
   LogitsByPlace cold;
   {
@@ -170,23 +114,23 @@ TEST_P(CudaOnDemandTest, ARestoredPromptIsReadFromDiskWhereItIsNeeded) {
   EXPECT_GT(Stats(*worker).pages.brought, 0);
 }
 
-std::string NameOf(const ::testing::TestParamInfo<OnDemandCase>& tested) {
-  const OnDemandCase& c = tested.param;
+std::string NameOf(const ::testing::TestParamInfo<DiskCase>& tested) {
+  const DiskCase& c = tested.param;
   return c.selector + (c.top_p > 0 ? "_top_p" : "") +
          (kernels::IsQuantized(c.kv_dtype) ? "_fp8" : "");
 }
 INSTANTIATE_TEST_SUITE_P(Selectors, CudaOnDemandTest,
-                         ::testing::Values(OnDemandCase{"all"}, OnDemandCase{"quest"},
-                                           OnDemandCase{"quest", 0.9f}, OnDemandCase{"infinitehip"},
-                                           OnDemandCase{.selector = "quest",
-                                                        .kv_dtype = kernels::DType::kFloat8E4M3}),
+                         ::testing::Values(DiskCase{"all"}, DiskCase{"quest"},
+                                           DiskCase{"quest", 0.9f}, DiskCase{"infinitehip"},
+                                           DiskCase{.selector = "quest",
+                                                    .kv_dtype = kernels::DType::kFloat8E4M3}),
                          NameOf);
 
 // The limits name what to change.
 TEST(CudaOnDemandLimitsTest, ADeviceTierWithoutRoomForALayerIsRefused) {
   int devices = 0;
   if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) GTEST_SKIP() << "no GPU";
-  TestModel model({.folder = kModel,
+  TestModel model({.folder = "tests/model/needle-8k",
                    .dtype = kernels::DType::kBFloat16,
                    .max_model_len = 8192,
                    .num_threads = 1,
