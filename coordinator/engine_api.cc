@@ -65,6 +65,7 @@ void EngineApi::Generate(const v1::GenerateRequest& request, const RequestOrigin
   if (context_.mover != nullptr && may_go) movable = context_.mover->MakeAnswer(sink);
   std::shared_ptr<ResponseSink> answer = sink;
   if (movable != nullptr) answer = movable;
+  std::shared_ptr<AnswerReadElsewhere> read_elsewhere;
   ElsewhereRequest elsewhere;
   absl::StatusOr<std::unique_ptr<Request>> accepted =
       [&]() -> absl::StatusOr<std::unique_ptr<Request>> {
@@ -73,6 +74,11 @@ void EngineApi::Generate(const v1::GenerateRequest& request, const RequestOrigin
     if (movable != nullptr || context_.prefill != nullptr) {
       elsewhere = Elsewhere(request, origin, parsed);
     }
+    if (context_.prefill != nullptr && may_go &&
+        context_.prefill->Takes(request, std::ssize(parsed.prompt) + std::ssize(parsed.told))) {
+      answer = read_elsewhere = std::make_shared<AnswerReadElsewhere>(std::move(answer));
+      return Accept(std::move(parsed), group, origin, answer, PromptIs::kReadElsewhere);
+    }
     return Accept(std::move(parsed), group, origin, answer);
   }();
   if (!accepted.ok()) return Refuse(origin, *sink, accepted.status());
@@ -80,14 +86,32 @@ void EngineApi::Generate(const v1::GenerateRequest& request, const RequestOrigin
     movable->Begin(elsewhere, [&engine = context_.engine, id = (*accepted)->sequence()](
                                   const absl::Status& why) { engine.Cancel(id, why); });
   }
-  if (context_.prefill == nullptr || !may_go ||
-      !context_.prefill->Takes(request, (*accepted)->given_tokens())) {
-    return Submit(*std::move(accepted), *sink, movable);
-  }
-  const auto held = std::make_shared<std::unique_ptr<Request>>(*std::move(accepted));
-  context_.prefill->Read(
-      std::move(elsewhere), sink,
-      [this, held, sink, weak = std::weak_ptr(movable)] { Submit(std::move(*held), *sink, weak); });
+  const SequenceId id = (*accepted)->sequence();
+  Submit(*std::move(accepted), *sink, movable);
+  if (read_elsewhere != nullptr) ReadElsewhere(id, std::move(elsewhere), read_elsewhere);
+}
+
+// After Submit, so that the scheduler knows the sequence of which it is told. Without a scheduler
+// the group was lost, and the sequence has been told.
+void EngineApi::ReadElsewhere(SequenceId id, ElsewhereRequest request,
+                              const std::shared_ptr<AnswerReadElsewhere>& answer) {
+  context_.prefill->Read(std::move(request), answer,
+                         {.on_sealed =
+                              [this, id](int64_t sealed_tokens) {
+                                context_.engine.Call([id, sealed_tokens](Scheduler* scheduler) {
+                                  if (scheduler != nullptr)
+                                    scheduler->ReadElsewhere(id, sealed_tokens);
+                                });
+                              },
+                          .on_end =
+                              [this, id](const absl::Status& status) {
+                                const auto how = status.ok() ? Scheduler::Elsewhere::kRead
+                                                             : Scheduler::Elsewhere::kFailed;
+                                context_.engine.Call([this, id, how](Scheduler* scheduler) {
+                                  if (scheduler != nullptr)
+                                    scheduler->EndReadElsewhere(id, how, Now());
+                                });
+                              }});
 }
 
 void EngineApi::Read(const v1::GenerateRequest& request, const RequestOrigin& origin,
@@ -157,7 +181,7 @@ absl::StatusOr<std::vector<int32_t>> EngineApi::PromptOf(const v1::GenerateReque
 
 absl::StatusOr<std::unique_ptr<Request>> EngineApi::Accept(
     ParsedRequest parsed, const GroupInfo& group, const RequestOrigin& origin,
-    const std::shared_ptr<ResponseSink>& sink) {
+    const std::shared_ptr<ResponseSink>& sink, PromptIs prompt_is) {
   const std::string& policy = context_.policies.declared()[parsed.policy.index].name();
   const SequenceId sequence = context_.engine.NewSequenceId();
   KVASIR_ASSIGN_OR_RETURN(
@@ -171,15 +195,17 @@ absl::StatusOr<std::unique_ptr<Request>> EngineApi::Accept(
   if (origin.caller != nullptr) {
     KVASIR_ASSIGN_OR_RETURN(use, Caller::Begin(origin.caller, NeedsOf(parsed, group), Now()));
   }
-  return Request::Create(std::move(parsed), {.tokenizer = context_.tokenizer,
-                                             .metrics = context_.metrics,
-                                             .id = std::move(id),
-                                             .use = std::move(use),
-                                             .sink = sink,
-                                             .sequence = sequence,
-                                             .origin = origin,
-                                             .policy = policy,
-                                             .tracer = context_.tracer});
+  return Request::Create(std::move(parsed),
+                         {.tokenizer = context_.tokenizer,
+                          .metrics = context_.metrics,
+                          .id = std::move(id),
+                          .use = std::move(use),
+                          .sink = sink,
+                          .sequence = sequence,
+                          .origin = origin,
+                          .policy = policy,
+                          .is_read_elsewhere = prompt_is == PromptIs::kReadElsewhere,
+                          .tracer = context_.tracer});
 }
 
 absl::StatusOr<v1::TokenizeResponse> EngineApi::Tokenize(const v1::TokenizeRequest& request) {

@@ -98,9 +98,14 @@ class EngineApi final : public GenerationApi, public ContextEngine {
   absl::StatusOr<ParsedRequest> Parse(const v1::GenerateRequest& request,
                                       const RequestOrigin& origin, const GroupInfo& group) const;
   ServedModel ModelOf(const GroupInfo& group) const;
+  enum class PromptIs { kReadHere, kReadElsewhere };
   absl::StatusOr<std::unique_ptr<Request>> Accept(ParsedRequest parsed, const GroupInfo& group,
                                                   const RequestOrigin& origin,
-                                                  const std::shared_ptr<ResponseSink>& sink);
+                                                  const std::shared_ptr<ResponseSink>& sink,
+                                                  PromptIs prompt_is = PromptIs::kReadHere);
+  // Has a prefill server read the prompt of a request that was submitted.
+  void ReadElsewhere(SequenceId id, ElsewhereRequest request,
+                     const std::shared_ptr<AnswerReadElsewhere>& answer);
   // Hands a request to the engine, which from now on hears when its client leaves.
   void Submit(std::unique_ptr<Request> request, ClientSink& sink,
               const std::weak_ptr<MovableAnswer>& movable);

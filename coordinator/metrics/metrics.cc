@@ -92,6 +92,9 @@ struct Metrics::Series {
   Gauge& restoring =
       Gauges("kvasir_num_requests_restoring", "Waiting requests whose KV comes from disk or peers.")
           .Add({});
+  Gauge& read_elsewhere =
+      Gauges("kvasir_num_requests_read_elsewhere", "Requests whose prompts another server reads.")
+          .Add({});
   Gauge& waiting_tokens =
       Gauges("kvasir_num_waiting_prompt_tokens", "Prompt tokens of requests that wait.").Add({});
   Gauge& cache_usage =
@@ -365,6 +368,7 @@ void Metrics::SchedulerState(const SchedulerStats& stats) {
   s.running.Set(static_cast<double>(stats.running));
   s.waiting.Set(static_cast<double>(stats.waiting + stats.restoring));
   s.restoring.Set(static_cast<double>(stats.restoring));
+  s.read_elsewhere.Set(static_cast<double>(stats.read_elsewhere));
   s.disk_set_aside.Set(stats.disk_set_aside ? 1 : 0);
   s.peers_set_aside.Set(stats.peers_set_aside ? 1 : 0);
   s.waiting_tokens.Set(static_cast<double>(stats.waiting_tokens));

@@ -25,67 +25,69 @@ absl::StatusOr<std::unique_ptr<PrefillServers>> PrefillServers::Create(
       new PrefillServers(std::move(servers), int64_t{config.prefill_min_tokens()}));
 }
 
-void PrefillServers::Read(ElsewhereRequest request, const std::shared_ptr<ClientSink>& client,
-                          std::function<void()> on_end) {
-  uint64_t id = 0;
+void PrefillServers::Read(ElsewhereRequest request,
+                          const std::shared_ptr<AnswerReadElsewhere>& answer, Callbacks callbacks) {
+  size_t server = 0;
   bool is_stopped = false;
   {
     MutexLock lock(mu_);
     is_stopped = is_stopped_;
-    id = next_++;
-    if (!is_stopped) readings_[id] = {};
+    server = next_++ % servers_->size();
+    if (!is_stopped) reading_.insert(answer);
   }
-  if (is_stopped) return on_end();
-  client->set_on_cancel([this, id](const absl::Status&) { Cancel(id); });
-  const size_t server = id % servers_->size();
+  if (is_stopped) return callbacks.on_end(absl::CancelledError("the server ends"));
   const std::string name = request.request.request_id();
   request.request = OneTokenOf(std::move(request.request));
-  const auto end = [this, id, name, address = servers_->address(server),
-                    on_end = std::move(on_end)](const absl::Status& status) {
+  const auto end = [this, answer, name, address = servers_->address(server),
+                    on_end = std::move(callbacks.on_end)](const absl::Status& status) {
     if (!status.ok() && !absl::IsCancelled(status)) {
       spdlog::warn("request {}: {} does not read its prompt: {}; it is read here", name, address,
                    status.ToString());
     }
-    on_end();
+    {
+      MutexLock lock(answer->mu_);
+      answer->is_over_ = true;
+      answer->call_.reset();
+    }
+    on_end(status);
     MutexLock lock(mu_);
-    readings_.erase(id);
+    reading_.erase(answer);
     changed_.NotifyAll();
   };
+  const auto take = [on_sealed = std::move(callbacks.on_sealed)](const v1::GenerateResponse& told) {
+    if (told.has_progress()) on_sealed(int64_t{told.progress().sealed_tokens()});
+  };
   std::shared_ptr<ReplicaServers::Call> call =
-      servers_->Generate(server, std::move(request),
-                         {.on_response = [](const v1::GenerateResponse&) {}, .on_end = end});
+      servers_->Generate(server, std::move(request), {.on_response = take, .on_end = end});
   {
-    MutexLock lock(mu_);
-    const auto it = readings_.find(id);
-    if (it == readings_.end()) return;  // it has ended
-    it->second.call = call;
-    if (!it->second.is_cancelled) return;
+    MutexLock lock(answer->mu_);
+    if (answer->is_over_) return;
+    answer->call_ = call;
+    if (!answer->is_cancelled_) return;
   }
   call->Cancel();
 }
 
-void PrefillServers::Cancel(uint64_t id) {
-  std::shared_ptr<ReplicaServers::Call> call;
-  {
-    MutexLock lock(mu_);
-    const auto it = readings_.find(id);
-    if (it == readings_.end()) return;
-    it->second.is_cancelled = true;
-    call = it->second.call;
-  }
-  if (call != nullptr) call->Cancel();  // gRPC may call back at once
-}
-
 void PrefillServers::Stop() {
-  std::vector<uint64_t> ids;
+  std::vector<std::shared_ptr<AnswerReadElsewhere>> reading;
   {
     MutexLock lock(mu_);
     is_stopped_ = true;
-    for (const auto& [id, reading] : readings_) ids.push_back(id);
+    reading.assign(reading_.begin(), reading_.end());
   }
-  for (const uint64_t id : ids) Cancel(id);
+  for (const auto& answer : reading) answer->Cancel();
   MutexLock lock(mu_);
-  while (!readings_.empty()) changed_.Wait(mu_);
+  while (!reading_.empty()) changed_.Wait(mu_);
+}
+
+void AnswerReadElsewhere::Cancel() {
+  std::shared_ptr<ReplicaServers::Call> call;
+  {
+    MutexLock lock(mu_);
+    is_cancelled_ = true;
+    call = call_;
+  }
+  if (call != nullptr) call->Cancel();  // gRPC may call back at once
 }
 
 }  // namespace kvasir::coordinator

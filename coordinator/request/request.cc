@@ -65,6 +65,7 @@ Request::Request(ParsedRequest parsed, StopStrings stops, RequestContext context
                          .max_tokens = parsed.max_tokens,
                          .sampling = std::move(parsed.sampling),
                          .wants_prompt_logprobs = parsed.wants_prompt_logprobs,
+                         .is_read_elsewhere = context.is_read_elsewhere,
                          .policy = std::move(parsed.policy),
                          .tenant = accepted_.origin.tenant,
                          .arrival = accepted_.origin.arrived}),
@@ -116,6 +117,7 @@ void Request::OnProgress(const ProgressEvent& event, TimePoint now) {
   if (event.cached_tokens > 0) cache_ = Metrics::Cache::kHit;
   progress_.set_processed_tokens(static_cast<uint32_t>(event.processed_tokens));
   progress_.set_cached_tokens(static_cast<uint32_t>(event.cached_tokens));
+  progress_.set_sealed_tokens(static_cast<uint32_t>(event.sealed_tokens));
   progress_.clear_waits_for_worker();
   progress_.clear_eta();
   if (event.eta.has_value()) {

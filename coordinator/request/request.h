@@ -35,6 +35,7 @@ struct RequestContext {
   SequenceId sequence;
   RequestOrigin origin;
   std::string policy;                     // name
+  bool is_read_elsewhere = false;         // as in SequenceSpec
   const RequestTracer* tracer = nullptr;  // null: requests are not traced
 };
 

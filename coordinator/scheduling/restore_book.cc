@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <string>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 
@@ -22,6 +23,11 @@ constexpr int64_t kLeastAtPeers = 4;
 constexpr int64_t kFirstAtPeers = 64;
 constexpr int64_t kMoreAtPeers = 4;
 constexpr int64_t kMostAtPeers = 1024;
+
+// After another server has read a prompt, the time in which its last blocks are sealed, and the
+// pause between questions for them.
+constexpr absl::Duration kSealPatience = absl::Milliseconds(100);
+constexpr absl::Duration kSealPause = absl::Milliseconds(5);
 
 absl::StatusOr<PrefixHash> ParseHash(int64_t rank, const std::string& bytes) {
   PrefixHash hash;
@@ -70,25 +76,31 @@ RestoreBook::Restorable RestoreBook::Match(const Sequence& sequence,
     found.stored = std::ssize(found.links);
   }
   if (!options_.has_peers || now < peers_aside_until_) return found;
-  if (found.links.empty()) {
-    AddAtPeers(sequence, parent, cached, kFirstAtPeers, found);
-  } else {
-    AddAtPeers(sequence, found.links.back().hash, cached + found.stored, kFirstAtPeers, found);
-  }
+  const int64_t begin = cached + found.stored;
+  const int64_t end = std::min(sequence.blocks_at_peers(), begin + kFirstAtPeers);
+  if (end - begin < kLeastAtPeers) return found;
+  AddAtPeers(sequence, found.links.empty() ? parent : found.links.back().hash, begin, end, found);
   return found;
 }
 
-RestoreBook::Restorable RestoreBook::MatchOn(const Sequence& sequence) {
+RestoreBook::Restorable RestoreBook::MatchOn(Sequence& sequence, TimePoint now) {
   Restorable found;
-  AddAtPeers(sequence, sequence.chain(), sequence.num_blocks(), EntryOf(sequence).next_at_peers,
-             found);
+  Entry& entry = EntryOf(sequence);
+  const bool asks_again = std::exchange(entry.asks_again, TimePoint()) != TimePoint();
+  const bool has_more = std::exchange(sequence.is_read_further, false) || asks_again;
+  if (has_more && now >= peers_aside_until_ && sequence.later_blocks.empty()) {
+    entry.next_at_peers = kMostAtPeers;
+    entry.peers_until =
+        After(now, options_.longest_peer_wait);  // until now it did not wait for them
+  }
+  const int64_t begin = sequence.num_blocks();
+  AddAtPeers(sequence, sequence.chain(), begin,
+             std::min(sequence.blocks_at_peers(), begin + entry.next_at_peers), found);
   return found;
 }
 
 void RestoreBook::AddAtPeers(const Sequence& sequence, PrefixHash parent, int64_t begin,
-                             int64_t count, Restorable& found) {
-  const int64_t end = std::min(sequence.shareable_tokens() / kBlockTokens, begin + count);
-  if (end - begin < kLeastAtPeers) return;
+                             int64_t end, Restorable& found) {
   for (int64_t i = begin; i < end; ++i) {
     parent = kvstore::HashBlock(parent, sequence.block_tokens(i), sequence.decode_part.KeyOf(i));
     found.links.push_back({.hash = parent});
@@ -112,6 +124,10 @@ void RestoreBook::Continue(Sequence& sequence, const Restorable& restorable, Tim
   entry.begin = sequence.num_blocks();
   Await(entry, restorable, now);
   entry.deadline = std::min(After(now, options_.restore_patience), entry.peers_until);
+}
+
+void RestoreBook::ExpectLastBlocks(const Sequence& sequence, TimePoint now) {
+  EntryOf(sequence).sealed_by = After(now, kSealPatience);
 }
 
 void RestoreBook::Await(Entry& entry, const Restorable& restorable, TimePoint now) {
@@ -159,6 +175,7 @@ void RestoreBook::OnRestored(const v1::RestoredBlock& restored, TimePoint now) {
       // It cost a wait and brought nothing: that is slower than computing. A peer that has not got
       // the block says so at once.
       if (!IsNotFound(restored)) SetPeersAside(now);
+      if (IsNotFound(restored) && now < entry.sealed_by) entry.asks_again = After(now, kSealPause);
       KeepOnly(entry, block.index);
     }
   } else if (--block.ranks_left == 0) {
@@ -282,8 +299,8 @@ void RestoreBook::Forget(const Sequence& sequence) {
 std::optional<TimePoint> RestoreBook::NextDeadline() const {
   std::optional<TimePoint> next;
   for (const Entry& entry : entries_) {
-    if (entry.pending == 0) continue;
-    next = std::min(next.value_or(entry.deadline), entry.deadline);
+    const TimePoint due = entry.pending == 0 ? entry.asks_again : entry.deadline;
+    if (due != TimePoint()) next = std::min(next.value_or(due), due);
   }
   return next;
 }
@@ -294,10 +311,10 @@ std::vector<Sequence*> RestoreBook::Sequences() const {
   return sequences;
 }
 
-std::vector<Sequence*> RestoreBook::Ready() const {
+std::vector<Sequence*> RestoreBook::Ready(TimePoint now) const {
   std::vector<Sequence*> ready;
   for (const Entry& entry : entries_) {
-    if (entry.pending == 0) ready.push_back(entry.sequence);
+    if (entry.pending == 0 && now >= entry.asks_again) ready.push_back(entry.sequence);
   }
   return ready;
 }

@@ -17,6 +17,11 @@
 // Where blocks come slower than they would be computed, or late, or a peer fails to give one, peers
 // are set aside, and asked again after a pause.
 //
+// A prompt that another server reads is asked for while it is read, as far as it is sealed there: a
+// question each time that it was read further, for all that is new. What is absent is asked for
+// with the next question. Once the prompt has been read its last blocks are sealed in a moment:
+// those that are absent are asked for again for a while.
+//
 // Called by the scheduler. Thread-compatible. It outlives the sequences that it names.
 #pragma once
 
@@ -57,9 +62,9 @@ class RestoreBook {
         0;  // number of the first ones up to the last stored one; then come those of peers
   };
   Restorable Match(const Sequence& sequence, const kvstore::PrefixMatch& match, TimePoint now);
-  // The blocks that peers may have after those that they gave. None when they did not give all.
-  // REQUIRES: the sequence waits for no block.
-  Restorable MatchOn(const Sequence& sequence);
+  // The blocks that peers may have after those that they gave. None when they did not give all, and
+  // the prompt was not read further elsewhere since. REQUIRES: the sequence waits for no block.
+  Restorable MatchOn(Sequence& sequence, TimePoint now);
   // Some sequence restores this block.
   bool IsAwaited(const kvstore::PrefixHash& hash) const { return awaited_hashes_.contains(hash); }
 
@@ -67,13 +72,15 @@ class RestoreBook {
   // blocks that the sequence has. Continue is for a sequence that is in the book.
   void Begin(Sequence& sequence, const Restorable& restorable, TimePoint now);
   void Continue(Sequence& sequence, const Restorable& restorable, TimePoint now);
+  // Another server has read the sequence's prompt wholly, and seals its last blocks soon.
+  void ExpectLastBlocks(const Sequence& sequence, TimePoint now);
   // The ranks have answered a step, which took this long.
   void OnStep(absl::Duration time) { last_step_ = time; }
   // Forgets the sequence, which stops restoring for whatever reason.
   void Forget(const Sequence& sequence);
   // Lets sequences whose blocks are late compute them.
   void GiveUpLate(TimePoint now);
-  // The earliest time at which GiveUpLate has something to do.
+  // The earliest time at which GiveUpLate has something to do, or a sequence becomes ready.
   std::optional<TimePoint> NextDeadline() const;
 
   // Number of sequences in the book.
@@ -81,7 +88,7 @@ class RestoreBook {
   // All of them, in the order in which they began.
   std::vector<Sequence*> Sequences() const;
   // Those that wait for no block any more, in the same order.
-  std::vector<Sequence*> Ready() const;
+  std::vector<Sequence*> Ready(TimePoint now) const;
 
   bool is_disk_set_aside() const { return disk_pause_ > absl::ZeroDuration(); }
   bool are_peers_set_aside() const { return peers_pause_ > absl::ZeroDuration(); }
@@ -100,6 +107,8 @@ class RestoreBook {
     int64_t next_at_peers = 0;
     int64_t asked = 0;  // number of blocks that it asked for last
     TimePoint asked_at = {};
+    TimePoint sealed_by = {};   // until then a block that is absent may be sealed yet
+    TimePoint asks_again = {};  // set while it waits to ask for such blocks again
   };
   struct AwaitedBlock {
     Sequence* sequence = nullptr;
@@ -110,10 +119,9 @@ class RestoreBook {
   };
 
   Entry& EntryOf(const Sequence& sequence);
-  // Appends at most `count` blocks of the sequence from the `begin`-th on, which follow on
-  // `parent`. None for a few.
+  // Appends the sequence's blocks [begin, end), which follow on `parent`.
   static void AddAtPeers(const Sequence& sequence, kvstore::PrefixHash parent, int64_t begin,
-                         int64_t count, Restorable& found);
+                         int64_t end, Restorable& found);
   void Await(Entry& entry, const Restorable& restorable, TimePoint now);
   // Everything that the sequence asked for last has come: compares the wait with computing it.
   void JudgePeers(Entry& entry, TimePoint now);

@@ -129,6 +129,7 @@ Survivors Scheduler::GiveUp() {
   }
   unanswered_.clear();
   for (Sequence* sequence : state_.sequences.OldestFirst()) {
+    state_.sequences.EndReadElsewhere(*sequence, {});
     if (sequence->state == Sequence::State::kRunning) ++state_.counters.preempted_loss;
     if (sequence->state != Sequence::State::kWaiting) state_.sequences.Preempt(*sequence);
     sequence->LeaveGroup();
@@ -337,6 +338,23 @@ void Scheduler::Observe(SequenceId id) {
   }
 }
 
+void Scheduler::ReadElsewhere(SequenceId id, int64_t sealed_tokens) {
+  Sequence* const sequence = state_.sequences.Find(id);
+  if (sequence == nullptr || !sequence->read_elsewhere.has_value()) return;
+  if (sealed_tokens <= *sequence->read_elsewhere) return;
+  sequence->read_elsewhere = sealed_tokens;
+  sequence->is_read_further = true;
+}
+
+void Scheduler::EndReadElsewhere(SequenceId id, Elsewhere how, TimePoint now) {
+  Sequence* const sequence = state_.sequences.Find(id);
+  if (sequence == nullptr || !sequence->read_elsewhere.has_value()) return;
+  state_.sequences.EndReadElsewhere(*sequence, now);
+  if (sequence->state != Sequence::State::kRestoring) return;
+  sequence->is_read_further = true;
+  if (how == Elsewhere::kRead) state_.restores.ExpectLastBlocks(*sequence, now);
+}
+
 void Scheduler::ApplyToken(Sequence& sequence, const v1::RowResult& result, TimePoint now,
                            std::vector<Event>& events) {
   const auto token = static_cast<int32_t>(result.token_id());
@@ -374,68 +392,6 @@ void Scheduler::CountResumed(const v1::RowAccounting& found) {
   } else {
     ++state_.counters.resumed_recompute;
   }
-}
-
-// --- looking in ---------------------------------------------------------------------------------
-
-std::vector<SequenceId> Scheduler::SequencesOf(const std::string* tenant) const {
-  std::vector<SequenceId> ids;
-  for (const Sequence* sequence : state_.sequences.OldestFirst()) {
-    if (tenant == nullptr || sequence->spec.tenant == *tenant) ids.push_back(sequence->spec.id);
-  }
-  return ids;
-}
-
-SchedulerStats Scheduler::stats() const {
-  SchedulerStats stats = state_.counters;
-  stats.running = static_cast<int64_t>(state_.sequences.running().size());
-  stats.waiting = static_cast<int64_t>(state_.sequences.waiting().size());
-  stats.restoring = state_.restores.num_sequences();
-  stats.disk_set_aside = state_.restores.is_disk_set_aside();
-  stats.peers_set_aside = state_.restores.are_peers_set_aside();
-  stats.waiting_tokens = state_.sequences.waiting_tokens();
-  stats.index = state_.blocks.index().stats();
-  stats.stored = state_.restores.stored_stats();
-  stats.pinned_host_blocks = state_.contexts.pinned_host_blocks();
-  stats.pinned_disk_blocks = state_.contexts.pinned_disk_blocks();
-  return stats;
-}
-
-absl::Status Scheduler::CheckIntegrity() const {
-  const BlockBudget& blocks = state_.blocks;
-  KVASIR_RETURN_IF_ERROR(blocks.index().CheckIntegrity());
-  KVASIR_RETURN_IF_ERROR(state_.restores.CheckIntegrity());
-  KVASIR_RETURN_IF_ERROR(state_.sequences.CheckIntegrity());
-  int64_t reserved = 0;
-  const std::vector<BlockId> of_contexts = state_.contexts.held();
-  absl::flat_hash_set<BlockId> held(of_contexts.begin(), of_contexts.end());
-  for (const BlockId id : state_.exchange.held()) held.insert(id);
-  const auto count = [&](const Sequence& sequence) {
-    reserved += sequence.reservation.num_blocks();
-    for (const Block& block : sequence.blocks) held.insert(block.id());
-    for (const Sequence::LaterBlock& later : sequence.later_blocks) held.insert(later.block.id());
-  };
-  absl::flat_hash_map<SequenceId, int64_t> planned_tokens;
-  for (const UnansweredPlan& plan : unanswered_) {
-    for (const PlannedRow& row : plan.rows) planned_tokens[row.id] += row.num_tokens;
-  }
-  bool plans_add_up = true;
-  for (const Sequence* sequence : state_.sequences.OldestFirst()) {
-    count(*sequence);
-    plans_add_up &= sequence->unanswered_tokens == planned_tokens[sequence->spec.id];
-  }
-  for (const SequenceTable::Ended& ended : state_.sequences.ended()) count(*ended.sequence);
-  const int64_t available = blocks.index().available_blocks();
-  const int64_t index_held = blocks.index().stats().held_blocks;
-  // A block keeps its whole prefix held, so the index may hold more than the sequences do.
-  const bool blocks_add_up = reserved == blocks.reserved() && reserved <= available &&
-                             index_held >= static_cast<int64_t>(held.size()) &&
-                             (!held.empty() || index_held == 0);
-  if (blocks_add_up && plans_add_up) return absl::OkStatus();
-  return absl::InternalError(absl::StrCat(
-      "scheduler: reserved ", reserved, " (counted ", blocks.reserved(), ") of ", available,
-      " available blocks; held ", held.size(), " (index ", index_held, "); ", unanswered_.size(),
-      " plans unanswered, whose tokens ", plans_add_up ? "add up" : "do not add up"));
 }
 
 }  // namespace kvasir::coordinator

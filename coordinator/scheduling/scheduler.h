@@ -90,6 +90,14 @@ class Scheduler {
   // Ends a sequence because its text so far ends in a stop string.
   std::optional<FinishEvent> StopEarly(SequenceId id, TimePoint now);
 
+  // Another server, which reads the sequence's prompt, has sealed so many of its first tokens. The
+  // next plan asks peers for them. Nothing when the sequence has ended, or nobody else reads it.
+  void ReadElsewhere(SequenceId id, int64_t sealed_tokens);
+  // kFailed: the server has perhaps read nothing.
+  enum class Elsewhere { kRead, kFailed };
+  // The other server has ended: what did not come from it, and does not come yet, is read here.
+  void EndReadElsewhere(SequenceId id, Elsewhere how, TimePoint now);
+
   // The next row of the sequence tells which pages it selects. Nothing when it has ended.
   void Observe(SequenceId id);
 

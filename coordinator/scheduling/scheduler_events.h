@@ -32,6 +32,7 @@ struct ProgressEvent {
   int64_t prompt_tokens = 0;
   int64_t processed_tokens = 0;
   int64_t cached_tokens = 0;
+  int64_t sealed_tokens = 0;               // in blocks that sent plans seal
   std::optional<absl::Duration> eta = {};  // to the first token
   AttentionSoFar attention = {};
 };

@@ -41,12 +41,14 @@ void SchedulerState::ReportProgress(Sequence& sequence, std::vector<Event>& even
 }
 
 ProgressEvent SchedulerState::Progress(const Sequence& sequence) const {
-  ProgressEvent event = {.id = sequence.spec.id,
-                         .prompt_tokens = sequence.prompt_tokens,
-                         .processed_tokens = std::min(sequence.computed, sequence.prompt_tokens),
-                         .cached_tokens = sequence.cached_tokens,
-                         .eta = {},
-                         .attention = sequence.AttentionUntilNow()};
+  ProgressEvent event = {
+      .id = sequence.spec.id,
+      .prompt_tokens = sequence.prompt_tokens,
+      .processed_tokens = std::min(sequence.computed, sequence.prompt_tokens),
+      .cached_tokens = sequence.cached_tokens,
+      .sealed_tokens = std::min(sequence.sealed_blocks() * kBlockTokens, sequence.prompt_tokens),
+      .eta = {},
+      .attention = sequence.AttentionUntilNow()};
   if (!prefill_rate.is_known()) return event;
   int64_t ahead = 0;  // prompt tokens up to and including this sequence's
   for (const Sequence* running : sequences.running()) {

@@ -24,7 +24,8 @@ namespace kvasir::coordinator {
 struct SchedulerStats {
   int64_t running = 0;
   int64_t waiting = 0;
-  int64_t restoring = 0;  // wait for blocks from disk or peers
+  int64_t restoring = 0;       // wait for blocks from disk or peers
+  int64_t read_elsewhere = 0;  // another server reads their prompts; some of their blocks may come
   bool disk_set_aside = false;
   bool peers_set_aside = false;  // they are slower than computing, or failed
   int64_t waiting_tokens = 0;    // of the waiting requests' prompts and resumed answers

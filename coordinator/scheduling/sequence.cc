@@ -58,6 +58,10 @@ Sequence::Sequence(SequenceSpec s, const kvstore::PrefixHash& prefix_scope)
       last_token_at(spec.arrival) {
   tokens.insert(tokens.end(), spec.answer.begin(), spec.answer.end());
   spec.answer = {};
+  if (spec.is_read_elsewhere) {
+    state = State::kElsewhere;
+    read_elsewhere = 0;
+  }
 }
 
 absl::Span<const int32_t> Sequence::matchable() const {
@@ -149,6 +153,7 @@ void Sequence::LeaveGroup() {
   unanswered_tokens = 0;
   unanswered_samples = 0;
   restore_tried = false;
+  is_read_further = false;
   known_tokens = 0;
   waits_for.reset();
   long_since.reset();

@@ -11,6 +11,7 @@
 //            later_blocks: restored ones after a block that was not, which is computed first
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -40,6 +41,8 @@ struct SequenceSpec {
   int64_t max_tokens = 0;
   v1::RowSampling sampling;  // stop_token_ids holds those of EOS as well, unless ignored
   bool wants_prompt_logprobs = false;
+  // Another server reads the prompt, until Scheduler::EndReadElsewhere.
+  bool is_read_elsewhere = false;
   ResolvedPolicy policy;
   std::string tenant;
   TimePoint arrival;
@@ -47,7 +50,7 @@ struct SequenceSpec {
 
 struct Sequence {
   // sequence_table.h has the transitions, and what a sequence holds in each state.
-  enum class State { kWaiting, kRestoring, kRunning, kEnded };
+  enum class State { kElsewhere, kWaiting, kRestoring, kRunning, kEnded };
   // A block that the ranks restored, or restore, while one before it has to be computed.
   struct LaterBlock {
     int64_t index = 0;
@@ -103,6 +106,13 @@ struct Sequence {
   // Number of a new sequence's prompt tokens in whole blocks that may be shared.
   int64_t shareable_tokens() const {
     return (static_cast<int64_t>(matchable().size()) - 1) / kBlockTokens * kBlockTokens;
+  }
+  // Number of the first blocks that peers may have: those that may be shared, and while another
+  // server reads the prompt those that it has sealed.
+  int64_t blocks_at_peers() const {
+    const int64_t shareable = shareable_tokens() / kBlockTokens;
+    return read_elsewhere.has_value() ? std::min(shareable, *read_elsewhere / kBlockTokens)
+                                      : shareable;
   }
   bool IsStopToken(int32_t token) const;
 
@@ -168,7 +178,10 @@ struct Sequence {
   std::vector<LaterBlock> later_blocks;     // by index
   BlockReservation reservation;             // for the blocks that it may still take
 
-  bool restore_tried = false;  // it has asked for stored blocks; they are asked for once
+  // While another server reads the prompt: number of its first tokens that are sealed there.
+  std::optional<int64_t> read_elsewhere;
+  bool is_read_further = false;  // it has been read further since peers were last asked
+  bool restore_tried = false;    // it has asked for stored blocks; they are asked for once
   // The sequence is not looked at while another one restores this block.
   std::optional<kvstore::PrefixHash> waits_for;
   // Number of prompts that had been read when it was last found too long to pass another one.

@@ -49,14 +49,30 @@ int64_t SequenceTable::unsealed_blocks() const {
 }
 
 void SequenceTable::Add(std::unique_ptr<Sequence> sequence) {
-  KVASIR_CHECK(sequence->state == State::kWaiting && !sequences_.contains(sequence->spec.id));
-  waiting_.push_back(sequence.get());
+  const bool is_elsewhere = sequence->state == State::kElsewhere;
+  KVASIR_CHECK((is_elsewhere || sequence->state == State::kWaiting) &&
+               !sequences_.contains(sequence->spec.id));
+  if (is_elsewhere) {
+    elsewhere_.push_back(sequence.get());
+  } else {
+    waiting_.push_back(sequence.get());
+  }
   sequences_.emplace(sequence->spec.id, std::move(sequence));
+}
+
+void SequenceTable::EndReadElsewhere(Sequence& sequence, TimePoint now) {
+  sequence.read_elsewhere.reset();
+  if (sequence.state == State::kRestoring) sequence.restores_since = now;
+  if (sequence.state != State::kElsewhere) return;
+  sequence.is_read_further = false;
+  Leave(sequence);
+  waiting_.push_back(&sequence);
+  sequence.state = State::kWaiting;
 }
 
 void SequenceTable::Restore(Sequence& sequence, const RestoreBook::Restorable& restorable,
                             TimePoint now) {
-  KVASIR_CHECK(sequence.state == State::kWaiting);
+  KVASIR_CHECK(sequence.state == State::kWaiting || sequence.state == State::kElsewhere);
   Leave(sequence);
   restores_.Begin(sequence, restorable, now);
   sequence.is_planned = true;
@@ -85,7 +101,13 @@ void SequenceTable::BackToQueue(Sequence& sequence) {
   sequence.later_blocks.clear();
   sequence.computed = 0;
   sequence.is_damaged = false;
+  sequence.is_read_further = false;
   if (sequence.preemptions == 0) sequence.restores_since.reset();
+  if (sequence.read_elsewhere.has_value()) {
+    elsewhere_.push_back(&sequence);
+    sequence.state = State::kElsewhere;
+    return;
+  }
   waiting_.push_front(&sequence);
   sequence.state = State::kWaiting;
 }
@@ -109,6 +131,9 @@ void SequenceTable::End(Sequence& sequence, Blocks blocks) {
 
 void SequenceTable::Leave(Sequence& sequence) {
   switch (sequence.state) {
+    case State::kElsewhere:
+      std::erase(elsewhere_, &sequence);
+      return;
     case State::kWaiting:
       waiting_.erase(std::find(waiting_.begin(), waiting_.end(), &sequence));
       return;
@@ -171,18 +196,20 @@ absl::Status SequenceTable::CheckIntegrity() const {
   };
   const std::vector<Sequence*> restoring = restores_.Sequences();
   const bool states_add_up =
-      sequences_.size() == running_.size() + waiting_.size() + restoring.size() &&
+      sequences_.size() ==
+          running_.size() + waiting_.size() + elsewhere_.size() + restoring.size() &&
       all_in(running_, State::kRunning) && all_in(waiting_, State::kWaiting) &&
-      all_in(restoring, State::kRestoring);
+      all_in(elsewhere_, State::kElsewhere) && all_in(restoring, State::kRestoring);
   if (states_add_up && is_slot_due && slots.size() == num_slots &&
       num_slots == static_cast<size_t>(num_slots_)) {
     return absl::OkStatus();
   }
   return absl::InternalError(absl::StrCat(
       "sequences: ", sequences_.size(), ", of which ", running_.size(), " run, ", waiting_.size(),
-      " wait, ", restoring.size(), " restore", states_add_up ? "" : " (in other states)", ", and ",
-      ended_.size(), " that ended; ", num_slots, " slots (", slots.size(), " different) of ",
-      num_slots_, is_slot_due ? "" : ", one of them held by a sequence that does not run"));
+      " wait, ", elsewhere_.size(), " are read elsewhere, ", restoring.size(), " restore",
+      states_add_up ? "" : " (in other states)", ", and ", ended_.size(), " that ended; ",
+      num_slots, " slots (", slots.size(), " different) of ", num_slots_,
+      is_slot_due ? "" : ", one of them held by a sequence that does not run"));
 }
 
 }  // namespace kvasir::coordinator

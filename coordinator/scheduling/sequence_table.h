@@ -7,10 +7,14 @@
 //        |  `----------------- Run --------------^  |
 //        `------------------> kEnded <--------------'     End: from every state
 //
-// A waiting sequence holds nothing: no blocks, no reservation, no slot. A restoring one holds its
-// blocks and a reservation for the rest of what it reads. A running one has a slot as well. One
-// that ended while it ran keeps its slot and its blocks until FreeEnded; one that ended before is
-// destroyed at once.
+//     kElsewhere --EndReadElsewhere--> kWaiting           to the end of the queue
+//        |  ^--BackToQueue--+                             while it is read elsewhere
+//        `----- Restore -----> kRestoring
+//
+// A waiting sequence holds nothing: no blocks, no reservation, no slot. Nor does one whose prompt
+// another server reads, and it is not in the queue. A restoring one holds its blocks and a
+// reservation for the rest of what it reads. A running one has a slot as well. One that ended while
+// it ran keeps its slot and its blocks until FreeEnded; one that ended before is destroyed at once.
 //
 // When the group is lost, all of them are preempted and leave the table by TakeAll.
 //
@@ -48,8 +52,9 @@ class SequenceTable {
   // By age, so by id.
   std::vector<Sequence*> OldestFirst() const;
   const std::deque<Sequence*>& waiting() const { return waiting_; }
-  const std::vector<Sequence*>& running() const { return running_; }  // by age
-  const std::vector<Ended>& ended() const { return ended_; }          // that ran
+  const std::vector<Sequence*>& elsewhere() const { return elsewhere_; }  // none restores
+  const std::vector<Sequence*>& running() const { return running_; }      // by age
+  const std::vector<Ended>& ended() const { return ended_; }              // that ran
   // Number of sequences that hold blocks: the running and the restoring ones.
   int64_t num_holding() const {
     return static_cast<int64_t>(running_.size()) + restores_.num_sequences();
@@ -58,14 +63,17 @@ class SequenceTable {
   int64_t unsealed_blocks() const;  // of running sequences
 
   // --- transitions ---
-  // Puts a new sequence at the end of the queue.
+  // Takes a new sequence: at the end of the queue, or as one that is read elsewhere.
   void Add(std::unique_ptr<Sequence> sequence);
+  // Nobody else reads its prompt any more. From now on it waits for blocks alone, if it does.
+  void EndReadElsewhere(Sequence& sequence, TimePoint now);
   // Waits for the blocks of `restorable` that are held, which follow on those that the sequence
   // has.
   void Restore(Sequence& sequence, const RestoreBook::Restorable& restorable, TimePoint now);
   // Gives a slot to a sequence that holds its blocks. REQUIRES: a slot is idle.
   void Run(Sequence& sequence);
-  // Puts a sequence that holds blocks at the head of the queue. It gives up all that it holds.
+  // Puts a sequence that holds blocks at the head of the queue, or among those that are read
+  // elsewhere. It gives up all that it holds.
   void BackToQueue(Sequence& sequence);
   // The same for a sequence that gives way: when it runs again it reads its answer so far as well.
   void Preempt(Sequence& sequence);
@@ -91,6 +99,7 @@ class SequenceTable {
   RestoreBook& restores_;  // knows the restoring ones
   absl::flat_hash_map<SequenceId, std::unique_ptr<Sequence>> sequences_;  // that have not ended
   std::deque<Sequence*> waiting_;
+  std::vector<Sequence*> elsewhere_;
   std::vector<Sequence*> running_;
   std::vector<Ended> ended_;
   std::vector<int64_t> idle_slots_;

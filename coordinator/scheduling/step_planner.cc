@@ -63,6 +63,7 @@ std::optional<PlannedStep> StepPlanner::Plan(uint64_t step) {
   PlanPrompts();
   AdmitRestored();
   AdmitWaiting();
+  FetchFromElsewhere();
   plan_.AddDrops(state_.blocks.index().TakeDropped());
   return plan_.Commit(step);
 }
@@ -255,17 +256,26 @@ void StepPlanner::GoOnAfter(Sequence& sequence) {
 
 // --- admission ----------------------------------------------------------------------------------
 
+// Each is looked at once for every news of it: where it has no room now, it may have with the next.
+void StepPlanner::FetchFromElsewhere() {
+  const std::vector<Sequence*> elsewhere = state_.sequences.elsewhere();  // a copy: some leave it
+  for (Sequence* sequence : elsewhere) {
+    if (state_.sequences.num_holding() >= state_.max_running) return;
+    if (std::exchange(sequence->is_read_further, false)) TryReserve(*sequence);
+  }
+}
+
 // They were at the head of the queue when they began to restore.
 void StepPlanner::AdmitRestored() {
-  for (Sequence* sequence : state_.restores.Ready()) {
-    if (AskOn(*sequence)) continue;
+  for (Sequence* sequence : state_.restores.Ready(now_)) {
+    if (AskOn(*sequence) || sequence->read_elsewhere.has_value()) continue;
     if (!plan_.HasRoomFor(*sequence)) return;
     Admit(*sequence);
   }
 }
 
 bool StepPlanner::AskOn(Sequence& sequence) {
-  const RestoreBook::Restorable more = state_.restores.MatchOn(sequence);
+  const RestoreBook::Restorable more = state_.restores.MatchOn(sequence, now_);
   if (more.links.empty()) return false;
   const int64_t begin = sequence.num_blocks();
   state_.restores.Continue(sequence, more, now_);
@@ -345,6 +355,7 @@ StepPlanner::Reserved StepPlanner::TryReserve(Sequence& sequence) {
     sequence.waits_for = on_its_way->hash;
     return Reserved::kLater;
   }
+  if (found.links.empty() && sequence.read_elsewhere.has_value()) return Reserved::kLater;
   const int64_t needed = sequence.blocks_to_read() - static_cast<int64_t>(match.blocks.size());
   // Asked again: matched blocks that were idle are no longer available.
   if (needed + SpareBlocks() > blocks.unreserved()) {

@@ -59,6 +59,9 @@ class StepPlanner {
   // Starts the sequence again after its later blocks, which it meets.
   void GoOnAfter(Sequence& sequence);
 
+  // Begins to fetch blocks of prompts that other servers read, and have read further.
+  void FetchFromElsewhere();
+  // Admits those that wait for no block any more, unless their prompts are still read elsewhere.
   void AdmitRestored();
   // Asks peers for more, when they gave all that the sequence asked for. False when it does not.
   bool AskOn(Sequence& sequence);
@@ -73,7 +76,8 @@ class StepPlanner {
   void Admit(Sequence& sequence);
   enum class Reserved { kNoRoom, kReady, kRestoring, kLater };
   // Takes hold of the cached blocks among those that the sequence reads, and reserves the rest.
-  // kRestoring: some of the rest come from disk first. kLater: another request restores them.
+  // kRestoring: some of the rest come from disk or peers first. kLater: another request restores
+  // them, or there are none yet of a prompt that is read elsewhere.
   Reserved TryReserve(Sequence& sequence);
   // Number of blocks that are left free when a request is admitted.
   int64_t SpareBlocks() const;

@@ -29,11 +29,6 @@ LAYERS, HEAD_DIM = 16, 128
 BYTES_PER_TOKEN = 2 * MIB // 64
 
 
-def fetched_bytes(service, ranks):
-    return sum(value for rank in range(ranks) for name, value in service.metrics(service.worker_metrics[rank]).items()
-               if name.startswith("kvasir_kv_transfer_bytes_total") and 'from="peer"' in name)
-
-
 class Pair:
     """Two replicas that are each other's peers."""
 
@@ -61,7 +56,7 @@ class Pair:
 
     def fetch(self, prompt):
         """The finish of the request that computed the prompt, of the one that fetched it, and the bytes fetched."""
-        from support.peers import peer_blocks, shared_tokens
+        from support.peers import fetched_bytes, peer_blocks, shared_tokens
 
         options = dict(max_tokens=4, ignore_eos=True, logprobs=1)
         before = fetched_bytes(self.asker, self.ranks)

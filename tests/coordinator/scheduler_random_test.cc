@@ -58,6 +58,7 @@ class RandomSchedulerTest : public SchedulerTest, public ::testing::WithParamInt
       spec.answer = asked.expected;
       spec.answer.resize(static_cast<size_t>(Random(std::ssize(asked.expected))));
     }
+    spec.is_read_elsewhere = elsewhere_ && Random(2) == 0;
     const SequenceId id = spec.id;
     tokens_[id] = spec.answer;
     const absl::Status status = scheduler_->Add(std::move(spec));
@@ -152,6 +153,7 @@ class RandomSchedulerTest : public SchedulerTest, public ::testing::WithParamInt
   }
 
   std::mt19937_64 random_{GetParam()};
+  bool elsewhere_ = false;  // half of the prompts are read elsewhere
   std::map<SequenceId, Asked> asked_;
   std::vector<int32_t> conversation_;
   std::deque<v1::StepPlan> plans_;     // that the rank has not carried out
@@ -248,6 +250,47 @@ TEST_P(RandomSchedulerTest, LostGroupsChangeNoAnswer) {
   RunUntilIdle();
   CheckAnswers();
   EXPECT_GT(preempted, 0);
+  EXPECT_EQ(scheduler_->stats().index.held_blocks, 0);
+}
+
+// Other servers read half of the prompts, and tell how far, true or not. Peers have the beginnings
+// of all documents.
+TEST_P(RandomSchedulerTest, ReadersElsewhereChangeNoAnswer) {
+  Make({.host_blocks = 200, .disk_blocks = 200});
+  for (const int32_t document : {1, 2, 3}) Add(Spec(Prompt(64 * (1 + Random(6)), document), 1));
+  RunUntilIdle();
+  const std::unique_ptr<SymbolicWorker> peer = std::move(worker_);
+  Make({.host_blocks = 16 + Random(30), .max_num_seqs = 6, .has_peers = true});
+  worker_->AskPeer(*peer);
+  finished_.clear();
+  elsewhere_ = true;
+  const auto end = [this](int64_t id) {
+    scheduler_->EndReadElsewhere(
+        SequenceId(id),
+        Random(2) == 0 ? Scheduler::Elsewhere::kRead : Scheduler::Elsewhere::kFailed, now_);
+  };
+  for (int64_t i = Iterations(2000); i > 0; --i) {
+    if (Random(4) == 0) AddRandom();
+    if (Random(30) == 0) CancelRandom(false);
+    if (Random(50) == 0) worker_->LoseOneBlock(random_());
+    for (int64_t told = Random(3); told > 0 && next_id_ > 0; --told) {
+      scheduler_->ReadElsewhere(SequenceId(next_id_ - 1 - Random(std::min<int64_t>(8, next_id_))),
+                                Random(500));
+    }
+    if (Random(6) == 0 && next_id_ > 0) end(Random(next_id_));
+    RandomStep();
+    ASSERT_EQ(scheduler_->CheckIntegrity(), absl::OkStatus()) << "seed " << GetParam();
+    if (HasFatalFailure()) FAIL() << "seed " << GetParam();
+  }
+  for (int64_t id = 0; id < next_id_; ++id) end(id);
+  Finish();
+  while (scheduler_->stats().restoring > 0) {  // those that ask again
+    now_ += std::chrono::milliseconds(100);
+    RunUntilIdle();
+    if (HasFatalFailure()) FAIL() << "seed " << GetParam();
+  }
+  CheckAnswers();
+  EXPECT_GT(worker_->reads(), 0);
   EXPECT_EQ(scheduler_->stats().index.held_blocks, 0);
 }
 

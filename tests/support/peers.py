@@ -39,6 +39,11 @@ def peer_blocks(service, result, rank=0):
                if name.startswith("kvasir_peer_blocks_total") and f'result="{result}"' in name)
 
 
+def fetched_bytes(service, ranks):
+    return sum(value for rank in range(ranks) for name, value in service.metrics(service.worker_metrics[rank]).items()
+               if name.startswith("kvasir_kv_transfer_bytes_total") and 'from="peer"' in name)
+
+
 def serve(model, listen, peers, secret, *flags):
     """A server whose rank 0 listens on the port `listen`. `peers`: "PORT", or "PORT*N" for N ranks, of each replica."""
     return Service(model=model, flags=[*FLAGS, f"--peer-listen=127.0.0.1:{listen}", f"--peer-secret-file={secret}",
