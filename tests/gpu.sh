@@ -110,10 +110,11 @@ run_tests() {
     begin_parts "$program" 400 "${parts[$program]}" "$here/kernels_${program}_cuda_test"
   done
   begin_parts engine 600 4 "$here/worker_cuda_test"
-  begin ranks 100 "$here/kernels_ranks_cuda_test"
   begin added_method 100 "$here/kernels_added_method_cuda_test"
   wait
-  # One process per GPU. It says which cases need more GPUs.
+  # Ranks wait for each other on all GPUs, which must be theirs alone. They say which cases need more GPUs.
+  begin ranks 200 "$here/kernels_ranks_cuda_test"
+  wait
   begin parallel 300 env --chdir="$here/.." "$here/worker_cuda_parallel_test"
   wait
   if python3 -c 'import grpc' 2>/dev/null; then

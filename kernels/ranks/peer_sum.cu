@@ -6,8 +6,8 @@
 #include "kernels/base/shape_check.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/ranks/patience.cuh"
+#include "kernels/ranks/peer_line.cuh"
 #include "kernels/ranks/rank_ops_cuda.h"
-#include <cuda/atomic>
 
 namespace kvasir::kernels {
 namespace {
@@ -23,14 +23,6 @@ struct PeerSumLaunch {
   BFloat16* y;     // [count]
   int64_t count;   // 1 to kPeerSumElements
 };
-
-using SharedLine = cuda::atomic_ref<uint64_t, cuda::thread_scope_system>;
-
-__device__ uint64_t MakeLine(float element, uint32_t call) {
-  return (static_cast<uint64_t>(call) << 32) | __float_as_uint(element);
-}
-__device__ uint32_t CallOf(uint64_t line) { return static_cast<uint32_t>(line >> 32); }
-__device__ float ElementOf(uint64_t line) { return __uint_as_float(static_cast<uint32_t>(line)); }
 
 // Calls use(i) for the thread's elements that exist. Unrolled, because a loop would keep them in
 // local memory.
@@ -61,9 +53,8 @@ __global__ void PeerSumKernel(const __grid_constant__ PeerSumLaunch p) {
   for (int step = 1; step < end.num_ranks; ++step) {
     const int peer = (end.rank + step) % end.num_ranks;
     uint64_t* const lines = end.inboxes[peer] + lines_of(end.rank);
-    ForEachElement(mine, [&](int i) {
-      SharedLine(lines[i * kThreads]).store(MakeLine(own[i], call), cuda::memory_order_relaxed);
-    });
+    ForEachElement(mine,
+                   [&](int i) { SendLine(lines[i * kThreads], __float_as_uint(own[i]), call); });
   }
   float before[kElementsOfThread] = {};  // read while lines are under way
   ForEachElement(mine, [&](int i) { before[i] = static_cast<float>(p.y[first + i * kThreads]); });
@@ -77,8 +68,7 @@ __global__ void PeerSumKernel(const __grid_constant__ PeerSumLaunch p) {
     for (int rank = 0; rank < kMaxPeers; ++rank) {
       if (rank >= end.num_ranks || rank == end.rank) continue;
       ForEachElement(mine, [&](int i) {
-        uint64_t& line = end.inboxes[end.rank][lines_of(rank) + i * kThreads];
-        lines[rank][i] = SharedLine(line).load(cuda::memory_order_relaxed);
+        lines[rank][i] = LookAtLine(end.inboxes[end.rank][lines_of(rank) + i * kThreads]);
         all = all && CallOf(lines[rank][i]) == call;
       });
     }
@@ -89,7 +79,7 @@ __global__ void PeerSumKernel(const __grid_constant__ PeerSumLaunch p) {
 #pragma unroll
     for (int rank = 0; rank < kMaxPeers; ++rank) {
       if (rank >= end.num_ranks) continue;
-      sum += rank == end.rank ? own[i] : ElementOf(lines[rank][i]);
+      sum += rank == end.rank ? own[i] : __uint_as_float(WordOf(lines[rank][i]));
     }
     if (over) sum = __uint_as_float(0x7fc00000);  // NaN
     p.y[first + i * kThreads] = BFloat16(before[i] + static_cast<float>(BFloat16(sum)));

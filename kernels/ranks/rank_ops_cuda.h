@@ -1,7 +1,7 @@
 // Ops that the GPUs of a tensor-parallel group run besides those of a communication library: sums
-// that each rank writes straight into the memory of the others, and the arithmetic around the
-// library's own sums and gathers. All pointers are device memory. Called by
-// the worker's backend. Thread-safe. Only in builds with CUDA.
+// and maxima that each rank writes straight into the memory of the others, and the arithmetic
+// around the library's own sums and gathers. All pointers are device memory. Called by the worker's
+// backend. Thread-safe. Only in builds with CUDA.
 #pragma once
 
 #include <cstddef>
@@ -11,6 +11,7 @@
 #include "absl/status/status.h"
 
 #include "kernels/base/tensor.h"
+#include "kernels/ranks/rank_rows.h"
 
 namespace kvasir::kernels {
 
@@ -32,6 +33,9 @@ inline constexpr int64_t kSlicedSumElements = 8 << 20;
 // tells that a CTA's part, or its sum, is there. One buffer for all calls is enough: a rank begins
 // a call after it got the sums of the last one from all, so all have read what it sent them, and
 // sends sums after it got the parts of this one, so all have read the last sums.
+//
+// Rows of values go in lines, as small sums do, with a half of 4 bytes in each. A call takes as
+// many turns as it needs; the CTA of a turn is at most one turn ahead of its peers.
 struct PeerSumEnd {
   int rank = 0;
   int num_ranks = 1;  // at most kMaxPeers
@@ -40,10 +44,13 @@ struct PeerSumEnd {
   uint64_t* inboxes[kMaxPeers] = {};
   // Likewise, of large sums: kSlicedSumBytes, 16-byte aligned, zero before the first call.
   std::byte* slices[kMaxPeers] = {};
-  // This rank's counters of calls, one for each CTA of either kernel: [kPeerSumCounters] and
-  // [kSlicedSumCtas], zero before the first call.
+  // Likewise, of rows: [2][num_ranks][kPeerRowLines] lines.
+  uint64_t* row_inboxes[kMaxPeers] = {};
+  // This rank's counters of calls, or of turns, one for each CTA of the kernels:
+  // [kPeerSumCounters], [kSlicedSumCtas] and [kPeerRowCtas], zero before the first call.
   uint32_t* calls = nullptr;
   uint32_t* sliced_calls = nullptr;
+  uint32_t* row_turns = nullptr;
   // This rank's flag, zero before the first call. It becomes nonzero when waiting for a rank timed
   // out. From then on no sum waits, and all sums are NaN. `gave_up_host` is the same flag in pinned
   // memory, for the host.
@@ -64,6 +71,12 @@ inline constexpr int64_t kSlicedSumPartBytes =
 inline constexpr int64_t kSlicedSumBytes =
     kSlicedSumPartBytes + kSlicedSumElements * 2 + 2 * kMaxPeers * kSlicedSumCtas * 4;
 
+// All CTAs wait for their peers in place, and in tests several ranks share a GPU.
+inline constexpr int64_t kPeerRowCtas = 64;
+inline constexpr int64_t kPeerRowLinesOfCta = 1024;  // 4 KiB of values in each turn
+inline constexpr int64_t kPeerRowLines = kPeerRowCtas * kPeerRowLinesOfCta;
+inline constexpr int64_t kPeerRowInboxLines = 2 * kMaxPeers * kPeerRowLines;
+
 // y += sum over ranks of their x, in rank order. The sum is rounded to bfloat16, then the result.
 // All ranks with the same y get the same bits. x [rows, width] float32, y [rows, width] bfloat16,
 // at most kPeerSumElements elements. Every rank calls it with the same shapes in the same order, by
@@ -79,6 +92,15 @@ absl::Status PeerSum(const PeerSumEnd& end, const TensorView& x, const TensorVie
 // Cost: each rank writes (num_ranks - 1) / num_ranks of the message as float32 and as bfloat16.
 absl::Status SlicedPeerSum(const PeerSumEnd& end, const TensorView& x, const TensorView& y,
                            uint32_t* progress, cudaStream_t stream);
+
+// Replaces each value by its sum, or its largest, over the ranks: the same on all of them, because
+// integers are added in any order. Every rank calls it with rows of the same shape and counts in
+// the same order, by launch or in a graph. INVALID_ARGUMENT for more than kMaxPeers ranks; INTERNAL
+// with CUDA's error when the launch fails. When waiting for a peer timed out, values are
+// unspecified. Cost: writes two bytes for each one to each peer; a turn takes about the time of one
+// write to reach them, and turns of a CTA are one after another.
+absl::Status SumRows(const PeerSumEnd& end, const RankRows<int64_t>& rows, cudaStream_t stream);
+absl::Status MaxRows(const PeerSumEnd& end, const RankRows<uint32_t>& rows, cudaStream_t stream);
 
 // y += x, rounded as in PeerSum. x [rows, width] float32, y [rows, width] bfloat16. Increments
 // *progress, in pinned memory: the results that the stream waited for before have come.

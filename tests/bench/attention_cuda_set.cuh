@@ -236,7 +236,8 @@ struct Set {
                      "clearing arrivals"));
     work = Value(DeviceBuffer::Allocate(
         std::max({QuestWorkspaceBytes(params.kv, num_query_tiles),
-                  TokenSelectWorkspaceBytes(params.kv, kGroup, num_query_tiles),
+                  TokenSelectWorkspaceBytes(Scope::kKvGroup, params.kv, kGroup, num_query_tiles),
+                  TokenSelectWorkspaceBytes(Scope::kLayer, params.kv, kGroup, num_query_tiles),
                   InfiniteHipWorkspaceBytes(hip, params.kv, num_query_tiles)})));
     pruning = Value(DeviceBuffer::Allocate(
         TopPWorkspaceBytes(kv_layout, kGroup, num_query_tiles, kListCapacity, MaxListTokens())));

@@ -38,7 +38,7 @@ inline DeviceMethod MakeDeviceMethod(const DeviceMethodOptions& options, const P
             }};
   }
   if (options.selector == "tokenselect") {
-    return {TokenSelectWorkspaceBytes(kv, group, options.tiles),
+    return {TokenSelectWorkspaceBytes(scope, kv, group, options.tiles),
             [=](const auto& params, const auto& out, auto* memory) {
               return SelectTokens(scope, params, out, memory, stream);
             }};

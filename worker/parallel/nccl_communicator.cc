@@ -96,12 +96,25 @@ absl::Status NcclCommunicator::Settle(ncclResult_t result, absl::string_view wha
   return NcclStatus(result, what, rank_);
 }
 
-absl::Status NcclCommunicator::AllReduceSum(float* data, int64_t count, cudaStream_t stream) {
+absl::Status NcclCommunicator::AllReduce(void* data, int64_t count, ncclDataType_t type,
+                                         ncclRedOp_t op, cudaStream_t stream) {
   KVASIR_ASSIGN_OR_RETURN(const ncclResult_t result, Make([&](ncclComm_t comm) {
-                            return ncclAllReduce(data, data, static_cast<size_t>(count),
-                                                 ncclFloat32, ncclSum, comm, stream);
+                            return ncclAllReduce(data, data, static_cast<size_t>(count), type, op,
+                                                 comm, stream);
                           }));
   return Settle(result, "all-reduce", patience_);
+}
+
+absl::Status NcclCommunicator::AllReduceSum(float* data, int64_t count, cudaStream_t stream) {
+  return AllReduce(data, count, ncclFloat32, ncclSum, stream);
+}
+
+absl::Status NcclCommunicator::AllReduceSum(int64_t* data, int64_t count, cudaStream_t stream) {
+  return AllReduce(data, count, ncclInt64, ncclSum, stream);
+}
+
+absl::Status NcclCommunicator::AllReduceMax(uint32_t* data, int64_t count, cudaStream_t stream) {
+  return AllReduce(data, count, ncclUint32, ncclMax, stream);
 }
 
 absl::Status NcclCommunicator::AllGather(const void* in, void* out, int64_t bytes,

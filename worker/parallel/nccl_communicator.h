@@ -37,8 +37,10 @@ class NcclCommunicator {
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
-  // data = sum over ranks, in the same bits on all.
+  // data = sum over ranks, or the largest, in the same bits on all.
   absl::Status AllReduceSum(float* data, int64_t count, cudaStream_t stream);
+  absl::Status AllReduceSum(int64_t* data, int64_t count, cudaStream_t stream);
+  absl::Status AllReduceMax(uint32_t* data, int64_t count, cudaStream_t stream);
   // out = every rank's `in` in rank order, `bytes` each.
   absl::Status AllGather(const void* in, void* out, int64_t bytes, cudaStream_t stream);
 
@@ -54,6 +56,8 @@ class NcclCommunicator {
   // Waits until NCCL, which makes calls on a thread of its own, has made the call; returns its
   // result.
   absl::Status Settle(ncclResult_t result, absl::string_view what, absl::Duration patience) const;
+  absl::Status AllReduce(void* data, int64_t count, ncclDataType_t type, ncclRedOp_t op,
+                         cudaStream_t stream);
   // Makes a call: `call` takes the handle.
   template <typename Call>
   absl::StatusOr<ncclResult_t> Make(const Call& call) const;

@@ -1,4 +1,4 @@
-// Sums among the GPUs of a group, each of which writes into the memory of the others
+// Sums and maxima among the GPUs of a group, each of which writes into the memory of the others
 // (kernels/ranks): a library takes several times as long as one write to reach a peer, and adds
 // ranks in an order that depends on where an element lies in its message. Put on a stream, by
 // launch or under capture. Made when a group forms, and not used again once waiting for a rank has
@@ -36,13 +36,20 @@ class PeerSums {
     if (x.num_elements() <= kernels::kPeerSumElements) return kernels::PeerSum(end_, x, y, stream);
     return kernels::SlicedPeerSum(end_, x, y, progress, stream);
   }
+  // Like kernels::SumRows and kernels::MaxRows.
+  absl::Status Sum(const kernels::RankRows<int64_t>& rows, cudaStream_t stream) const {
+    return kernels::SumRows(end_, rows, stream);
+  }
+  absl::Status Max(const kernels::RankRows<uint32_t>& rows, cudaStream_t stream) const {
+    return kernels::MaxRows(end_, rows, stream);
+  }
   // Whether a rank was silent for longer than the Collective's timeout. Then sums are NaN.
   bool gave_up() const { return *static_cast<const volatile uint32_t*>(end_.gave_up_host) != 0; }
 
  private:
   PeerSums() = default;
 
-  std::unique_ptr<PeerMemory> memory_;  // inboxes, then slices
+  std::unique_ptr<PeerMemory> memory_;  // inboxes, those of rows, slices
   kernels::DeviceBuffer counters_;
   kernels::PinnedBuffer gave_up_;
   kernels::PeerSumEnd end_;

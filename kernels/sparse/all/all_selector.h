@@ -13,7 +13,7 @@ class AllSelector : public Selector {
   int64_t MaxEntries(const PolicyNumbers&, int64_t) const override { return 0; }
   bool ReadsQueries() const override { return false; }
   SkipReason skip_reason() const override { return SkipReason::kSelectedOut; }  // skips nothing
-  GpuSupport SupportsGpu(int64_t) const override { return {.runs = true}; }
+  GpuSupport SupportsGpu() const override { return {.runs = true}; }
 };
 
 }  // namespace kvasir::kernels

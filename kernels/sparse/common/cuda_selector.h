@@ -7,8 +7,8 @@
 //
 // In all calls, pointers of the params, spans included, are device memory. Calls allocate nothing
 // and wait for nothing, and may be captured in a graph. A row depends on nothing but itself; at
-// layer scope, on its query tile. Where a row reuses its list, that is the duty of the selector's
-// own kernels (reuse/reuse_row.cuh).
+// layer scope, on its query tile, and on all ranks that hold a part of the layer. Where a row
+// reuses its list, that is the duty of the selector's own kernels (reuse/reuse_row.cuh).
 #pragma once
 
 #include <cstddef>
@@ -21,6 +21,7 @@
 
 #include "kernels/paged/page_selection.h"
 #include "kernels/paged/paged_kv.h"
+#include "kernels/ranks/rank_rows.h"
 #include "kernels/rope/rope.h"
 #include "kernels/sparse/common/device_memory.h"
 #include "kernels/sparse/common/stages.h"
@@ -32,6 +33,23 @@ namespace kvasir::kernels {
 struct CudaAttendParams;  // kernels/attention/attend_cuda.h
 struct KvTensorMaps;      // kernels/paged/kv_tensor_maps.h
 
+// The ranks that hold the KV heads of a layer, as LayerRanks (stages.h), on a GPU's stream: rows of
+// all ranks become one. All ranks make the same calls in the same order. Ranks that share KV heads
+// count once in sums. Errors are those of launches and of the network.
+class CudaLayerRanks {
+ public:
+  virtual ~CudaLayerRanks() = default;
+  virtual absl::Status Sum(const RankRows<int64_t>& rows, CUstream_st* stream) = 0;
+  virtual absl::Status Max(const RankRows<uint32_t>& rows, CUstream_st* stream) = 0;
+};
+
+// The KV heads of a call among those of their layer, for selections of layer scope.
+struct LayerPart {
+  CudaLayerRanks* ranks = nullptr;  // null: the call has all KV heads of the layer
+  int64_t first_head = 0;           // the number of the call's first KV head in the layer
+  int64_t num_heads = 0;            // KV heads of the layer
+};
+
 // A Select or Prune call on the GPU.
 struct CudaSelectParams : SelectCall {
   // Off when q and the cached keys are rotated. Otherwise q, keys and digests are not, and each
@@ -42,7 +60,12 @@ struct CudaSelectParams : SelectCall {
   // The most queries that a tile may have: the host does not see the tiles, and the kernels that
   // serve one must not depend on what else is in q. 0: as many as q leaves.
   int64_t most_rows = 0;
+  LayerPart part = {};
 
+  // Number of KV heads of the layer, those of other ranks included.
+  int64_t heads_of_layer() const {
+    return part.ranks == nullptr ? kv.layout.num_kv_heads : part.num_heads;
+  }
   bool may_have_several_rows() const {
     return most_rows == 0 ? q.dim(0) > std::ssize(tiles) : most_rows > 1;
   }

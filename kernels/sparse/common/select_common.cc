@@ -10,12 +10,6 @@
 
 namespace kvasir::kernels {
 
-absl::Status RequireGroupScope(absl::string_view selector, Scope scope, int64_t num_ranks) {
-  if (num_ranks == 1 || scope == Scope::kKvGroup) return absl::OkStatus();
-  return absl::UnimplementedError(
-      absl::StrCat("the scope of ", selector, " over ranks is layer; it must be group"));
-}
-
 absl::StatusOr<Scope> ScopeNamed(absl::string_view selector, absl::string_view name) {
   if (name == "group") return Scope::kKvGroup;
   if (name == "layer") return Scope::kLayer;

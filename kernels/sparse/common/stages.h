@@ -140,9 +140,6 @@ struct GpuSupport {
   absl::Status options = absl::OkStatus();
 };
 
-// UNIMPLEMENTED for layer scope over several ranks, which no kernel on a GPU serves.
-absl::Status RequireGroupScope(absl::string_view selector, Scope scope, int64_t num_ranks);
-
 // Chooses which tokens each row attends to. A row of a selection is a (query tile, KV head). Fills
 // the headers and lists of `out`, whose rows are query tiles x num_kv_heads.
 //
@@ -182,7 +179,7 @@ class Selector {
   virtual int64_t MinWindowTokens() const { return 1; }
   virtual SkipReason skip_reason() const = 0;
   // Known in every build, so that refusals are the same and are tested without a GPU.
-  virtual GpuSupport SupportsGpu(int64_t /*num_ranks*/) const { return {}; }
+  virtual GpuSupport SupportsGpu() const { return {}; }
 };
 
 // Narrows a selection: clears bits of `live`, sets none, and leaves sink and window untouched.

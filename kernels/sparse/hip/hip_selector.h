@@ -31,7 +31,7 @@ class HipSelector : public Selector {
   int64_t MaxEntries(const PolicyNumbers& numbers, int64_t tokens) const override;
   bool ReadsQueries() const override { return true; }
   SkipReason skip_reason() const override { return SkipReason::kSelectedOut; }
-  GpuSupport SupportsGpu(int64_t) const override { return {.runs = true, .reuses = true}; }
+  GpuSupport SupportsGpu() const override { return {.runs = true, .reuses = true}; }
 };
 
 }  // namespace kvasir::kernels

@@ -21,6 +21,25 @@ struct ChunkRow {
     if (begin == end) return {};
     return {.begin = BeginOf(begin) / kPageTokens, .end = CeilPages(BeginOf(end))};
   }
+  // Returns the best score of a chunk over the rows that choose together, as the kernels of the
+  // first stage left it in memory.
+  __device__ uint32_t ScoreInMemory(const InfiniteHipLaunch& p, uint32_t chunk) const {
+    const InfiniteHipLaunch::Rows together = p.Together(at.index);
+    const PageRange pages = PagesOf(chunk, chunk + 1);
+    const int64_t first_page = header.sink_end / kPageTokens;
+    uint32_t best = 0;
+    for (int64_t head = together.begin; head < together.end; ++head) {
+      if (p.select.rope.on()) {
+        best = max(best, p.chunk_scores[head * p.max_chunks + chunk]);
+        continue;
+      }
+      const uint32_t* const of_pages = p.pages.scores + head * p.select.kv.max_blocks_per_slot;
+      for (int64_t page = pages.begin; page < pages.end; ++page) {
+        best = max(best, of_pages[page - first_page]);
+      }
+    }
+    return best;
+  }
 
   DeviceRow at;
   SelectionHeader header;  // of a list without entries

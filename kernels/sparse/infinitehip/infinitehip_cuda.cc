@@ -13,18 +13,57 @@ namespace kvasir::kernels {
 namespace {
 
 // Lays out the workspace and returns its size in bytes.
-int64_t LayOut(std::byte* workspace, Scope scope, int64_t rows, int64_t pages,
+int64_t LayOut(std::byte* workspace, Scope scope, const PagedKv& kv, int64_t tiles,
                InfiniteHipLaunch& launch) {
+  const int64_t rows = tiles * kv.layout.num_kv_heads;
   ScratchPieces pieces(workspace);
   for (InfiniteHipLaunch::Kept& kept : launch.kept) {
     kept.begins = pieces.Take<int32_t>(rows * launch.max_chunks);
     kept.counts = pieces.Take<int32_t>(rows);
   }
-  launch.pages.scores = pieces.Take<uint32_t>(rows * pages);
+  launch.pages.scores = pieces.Take<uint32_t>(rows * kv.max_blocks_per_slot);
   launch.chunk_scores = pieces.Take<uint32_t>(rows * launch.max_chunks);
   launch.kept_scores = pieces.Take<uint32_t>(rows * launch.max_chunks);
-  if (scope == Scope::kLayer) launch.layer_scores = pieces.Take<uint32_t>(rows * launch.max_chunks);
+  if (scope == Scope::kLayer) {
+    launch.layer_scores = pieces.Take<uint32_t>(rows * launch.max_chunks);
+    launch.rank_scores = pieces.Take<uint32_t>(tiles * launch.max_chunks);
+    launch.rank_chunks = pieces.Take<int32_t>(tiles);
+  }
   return pieces.bytes();
+}
+
+// Launches all stages. Where ranks choose together, their scores of each stage become one before it
+// keeps chunks.
+absl::Status LaunchStages(const InfiniteHipLaunch& launch, CudaLayerRanks* ranks,
+                          cudaStream_t stream) {
+  const auto join = [&](int stage) -> absl::Status {
+    if (ranks == nullptr) return absl::OkStatus();
+    KVASIR_RETURN_IF_ERROR(CudaStatus(LaunchInfiniteHipRankScores(launch, stage, stream),
+                                      "launching infinitehip's scores of ranks"));
+    const int64_t tiles = launch.select.out.num_rows / launch.select.kv.layout.num_kv_heads;
+    return ranks->Max({.values = launch.rank_scores,
+                       .counts = launch.rank_chunks,
+                       .rows = tiles,
+                       .stride = launch.max_chunks},
+                      stream);
+  };
+  const auto later = [&](const InfiniteHipSteps& steps) {
+    return CudaStatus(LaunchInfiniteHipLater(launch, steps, stream),
+                      "launching infinitehip's later stages");
+  };
+  KVASIR_RETURN_IF_ERROR(CudaStatus(LaunchInfiniteHipFirstScores(launch, stream),
+                                    "launching infinitehip's first scores"));
+  KVASIR_RETURN_IF_ERROR(join(0));
+  KVASIR_RETURN_IF_ERROR(CudaStatus(LaunchInfiniteHipKeepFirst(launch, stream),
+                                    "launching infinitehip's first choice"));
+  if (ranks == nullptr) return later({});
+  for (int step = 0; step < InfiniteHipSteps::kCount; ++step) {
+    if (!InfiniteHipSteps::Scores(step)) {
+      KVASIR_RETURN_IF_ERROR(join(InfiniteHipSteps::StageOf(step)));
+    }
+    KVASIR_RETURN_IF_ERROR(later({step, step + 1}));
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -48,8 +87,7 @@ int64_t InfiniteHipCuda::MaxLaterChunks() const {
 int64_t InfiniteHipWorkspaceBytes(const InfiniteHipCuda& method, const PagedKv& kv,
                                   int64_t blocks) {
   InfiniteHipLaunch launch = {.max_chunks = method.MaxChunks(kv)};
-  return LayOut(nullptr, method.scope, blocks * kv.layout.num_kv_heads, kv.max_blocks_per_slot,
-                launch);
+  return LayOut(nullptr, method.scope, kv, blocks, launch);
 }
 
 absl::Status SelectInfiniteHip(const InfiniteHipCuda& method, const CudaSelectParams& params,
@@ -79,7 +117,9 @@ absl::Status SelectInfiniteHip(const InfiniteHipCuda& method, const CudaSelectPa
                   .query_stride = stride,
                   .chunks = preset.grid(),
                   .plan = PlanPageScores(ShapeOf(select), params.may_have_several_rows(), stride)};
-  LayOut(workspace, method.scope, out.num_rows, params.kv.max_blocks_per_slot, launch);
+  LayOut(workspace, method.scope, params.kv, num_tiles, launch);
+  CudaLayerRanks* const ranks = method.scope == Scope::kLayer ? params.part.ranks : nullptr;
+  if (ranks == nullptr) launch.rank_scores = nullptr;
   const InfiniteHipPlan plan = PlanInfiniteHip({.shape = ShapeOf(select),
                                                 .pages = launch.pages.plan,
                                                 .is_chunk_indexed = select.rope.on(),
@@ -89,9 +129,7 @@ absl::Status SelectInfiniteHip(const InfiniteHipCuda& method, const CudaSelectPa
   if (plan.is_one_kernel) {
     return CudaStatus(LaunchInfiniteHipDecode(launch, stream), "launching infinitehip");
   }
-  KVASIR_RETURN_IF_ERROR(
-      CudaStatus(LaunchInfiniteHipFirst(launch, stream), "launching infinitehip's first stage"));
-  return CudaStatus(LaunchInfiniteHipLater(launch, stream), "launching infinitehip's later stages");
+  return LaunchStages(launch, ranks, stream);
 }
 
 namespace {

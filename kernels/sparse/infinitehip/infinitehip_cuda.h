@@ -6,7 +6,7 @@
 // Scores are float32 sums in another order than on the CPU. Where the scores of the last chunk kept
 // and the first one dropped are practically equal, either may be chosen. A row whose list has no
 // room in `out` gets its first pages. A row depends on nothing but itself; at layer scope, on its
-// query tile.
+// query tile, whose lists are the same on however many ranks its heads are.
 //
 // Where keys are cached un-rotated, q is un-rotated, too, in chunk-indexed layers
 // (InfiniteHipSelector::IsChunkIndexed), and params.device_rope places it. In the other layers q is
@@ -33,7 +33,7 @@ namespace kvasir::kernels {
 struct InfiniteHipCuda {
   const InfiniteHipSelector::Preset* preset = nullptr;  // InfiniteHipSelector::FindPreset
   int64_t max_budget_tokens = 0;                        // largest of any row
-  Scope scope = Scope::kKvGroup;                        // kLayer: params.kv has all of its KV heads
+  Scope scope = Scope::kKvGroup;
 
   // The distance of queries in layers that are not chunk-indexed: just after the candidates, the
   // same for all queries.
@@ -51,7 +51,8 @@ int64_t InfiniteHipWorkspaceBytes(const InfiniteHipCuda& method, const PagedKv& 
 
 // Launches one kernel where all query tiles of the step are one token, in bfloat16, with rotated
 // keys, and heads choose for themselves. Else two for the first stage, and one for the others or
-// four at layer scope. REQUIRES: windows are at least MinWindowTokens, budgets at most
+// four at layer scope; where ranks choose together (params.part), each stage has one more, and they
+// take maxima. REQUIRES: windows are at least MinWindowTokens, budgets at most
 // method.max_budget_tokens. Allocates nothing and waits for nothing; may be captured.
 // INVALID_ARGUMENT on shapes: head_dim 64 or 128, q float32 or bfloat16, KV of IsKvDType.
 // FAILED_PRECONDITION when the KV has no bounds or no key codes. INTERNAL with CUDA's error when a

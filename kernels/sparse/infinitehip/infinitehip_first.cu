@@ -31,25 +31,6 @@ __device__ void KeepBestChunks(const InfiniteHipLaunch& p, const ChunkRow& row,
   if (reuse.remembers()) reuse.remembered().kept[0] = left;
 }
 
-// Returns the best score of a chunk over the rows that choose together.
-__device__ uint32_t ScoreInMemory(const InfiniteHipLaunch& p, const ChunkRow& row, uint32_t chunk) {
-  const InfiniteHipLaunch::Rows together = p.Together(row.at.index);
-  const PageRange pages = row.PagesOf(chunk, chunk + 1);
-  const int64_t first_page = row.header.sink_end / kPageTokens;
-  uint32_t best = 0;
-  for (int64_t head = together.begin; head < together.end; ++head) {
-    if (p.select.rope.on()) {
-      best = max(best, p.chunk_scores[head * p.max_chunks + chunk]);
-      continue;
-    }
-    const uint32_t* const of_pages = p.pages.scores + head * p.select.kv.max_blocks_per_slot;
-    for (int64_t page = pages.begin; page < pages.end; ++page) {
-      best = max(best, of_pages[page - first_page]);
-    }
-  }
-  return best;
-}
-
 __global__ void __launch_bounds__(kSelectThreads)
     KeepFirstKernel(const __grid_constant__ InfiniteHipLaunch p) {
   __shared__ SelectMemory memory;
@@ -61,7 +42,8 @@ __global__ void __launch_bounds__(kSelectThreads)
   if (reuse.FirstStage(row.header) > 0) return;  // the chunks that it left are in the memory
   if (row.chooses()) {
     for (uint32_t i = threadIdx.x; i < row.count; i += kSelectThreads) {
-      scores[i] = ScoreInMemory(p, row, i);
+      scores[i] =
+          p.rank_scores == nullptr ? row.ScoreInMemory(p, i) : p.RankScores(row.at.index)[i];
     }
     __syncthreads();
   }
@@ -70,12 +52,12 @@ __global__ void __launch_bounds__(kSelectThreads)
 
 }  // namespace
 
-cudaError_t LaunchInfiniteHipFirst(const InfiniteHipLaunch& p, cudaStream_t stream) {
-  if (const cudaError_t error = p.select.rope.on() ? LaunchChunkIndexedScores(p, stream)
-                                                   : LaunchPageScores(p.pages, stream);
-      error != cudaSuccess) {
-    return error;
-  }
+cudaError_t LaunchInfiniteHipFirstScores(const InfiniteHipLaunch& p, cudaStream_t stream) {
+  return p.select.rope.on() ? LaunchChunkIndexedScores(p, stream)
+                            : LaunchPageScores(p.pages, stream);
+}
+
+cudaError_t LaunchInfiniteHipKeepFirst(const InfiniteHipLaunch& p, cudaStream_t stream) {
   const auto score_bytes = static_cast<size_t>(p.max_chunks) * sizeof(uint32_t);
   if (const cudaError_t error = AllowSharedBytes(KeepFirstKernel, score_bytes);
       error != cudaSuccess) {

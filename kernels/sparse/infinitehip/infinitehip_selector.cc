@@ -311,10 +311,9 @@ absl::StatusOr<std::unique_ptr<Selector>> InfiniteHipSelector::Create(
 }
 
 // Kernels on the GPU judge chunks by digests alone.
-GpuSupport InfiniteHipSelector::SupportsGpu(int64_t num_ranks) const {
+GpuSupport InfiniteHipSelector::SupportsGpu() const {
   GpuSupport support = {.runs = true, .reuses = true};
-  support.options = RequireGroupScope("infinitehip", scope_, num_ranks);
-  if (!support.options.ok() || probe_ == Probe::kDigest) return support;
+  if (probe_ == Probe::kDigest) return support;
   const auto* const named = std::find_if(std::begin(kProbes), std::end(kProbes),
                                          [&](const auto& known) { return known.probe == probe_; });
   support.options = absl::UnimplementedError(

@@ -114,7 +114,7 @@ class InfiniteHipSelector : public Selector {
   int64_t MaxStageItems(const PolicyNumbers& numbers, int64_t tokens) const override;
   int64_t MinWindowTokens() const override;
   SkipReason skip_reason() const override { return SkipReason::kSelectedOut; }
-  GpuSupport SupportsGpu(int64_t num_ranks) const override;
+  GpuSupport SupportsGpu() const override;
 
  private:
   InfiniteHipSelector(const Preset& preset, Probe probe, Scope scope)

@@ -7,8 +7,9 @@
 //           all have the chunks of the next stage; after the last stage the first CTA lists them
 //
 // Where a row chooses for itself, one launch does it all. Where the rows of a layer choose
-// together, each step is a launch, so that scores of all rows are in device memory when they are
-// joined. If a stage does not run, the next one reads the chunks that it left in an earlier step.
+// together, each step is a launch, so that scores of all rows, and of all ranks, are in device
+// memory when they are joined. If a stage does not run, the next one reads the chunks that it left
+// in an earlier step.
 #include <algorithm>
 #include <bit>
 
@@ -32,13 +33,6 @@ constexpr int kRunsBesideTiles = 2;
 // Most chunks of a stage that are chosen from in shared memory. More are in device memory.
 constexpr int64_t kSharedChunks = 2048;
 
-// The steps of a launch, from: score stage 1, keep stage 1, score stage 2, keep stage 2.
-struct Steps {
-  int begin;
-  int end;
-};
-constexpr Steps kAllSteps = {0, 2 * (InfiniteHipSelector::kStages - 1)};
-
 // A CTA's part of a row. All functions are called by all threads of the CTA, and alike by the whole
 // cluster.
 template <int kHeadDim, bool kPlaced>
@@ -57,12 +51,12 @@ class LaterStages : StageRow {
         keys_(memory.KeysOfRuns(cut)),
         chunks_(memory.Chunks(cut)) {}
 
-  __device__ void Run(const Steps& steps) {
+  __device__ void Run(const InfiniteHipSteps& steps) {
 #pragma unroll 1
     for (int step = steps.begin; step < steps.end; ++step) {
-      const int stage = StageOf(step);
+      const int stage = InfiniteHipSteps::StageOf(step);
       const bool runs = first_stage_ <= stage;
-      if (Scores(step)) {
+      if (InfiniteHipSteps::Scores(step)) {
         if (runs) Score(stage);
         continue;
       }
@@ -72,9 +66,6 @@ class LaterStages : StageRow {
   }
 
  private:
-  __device__ static int StageOf(int step) { return step / 2 + 1; }
-  __device__ static bool Scores(int step) { return step % 2 == 0; }
-
   __device__ int NumChunks(int stage) const {
     return parents_.count << PartsLog2(parents_.tokens, tokens_of(stage));
   }
@@ -83,7 +74,7 @@ class LaterStages : StageRow {
 
   __device__ uint32_t* Shared(int array) const { return chunks_ + array * cut_.shared_chunks; }
   __device__ uint32_t* ScoresOf(int stage) const {
-    return tells() ? Shared(stage - 1) : OfRow(ScoresOfRows(stage));
+    return tells() ? Shared(stage - 1) : OfRow(p_.ScoresOf(stage));
   }
   __device__ int32_t* KeptBegins(int stage) const {
     return in_shared() ? reinterpret_cast<int32_t*>(Shared(stage + 1))
@@ -287,8 +278,9 @@ class LaterStages : StageRow {
   // Returns the scores that the row chooses by: where rows choose together, the best of theirs.
   __device__ const uint32_t* JoinScores(int stage, int n) {
     if (!together()) return ScoresOf(stage);
+    if (p_.rank_scores != nullptr) return p_.RankScores(row_.index);
     const InfiniteHipLaunch::Rows rows = p_.Together(row_.index);
-    const uint32_t* const scores = ScoresOfRows(stage);
+    const uint32_t* const scores = p_.ScoresOf(stage);
     uint32_t* const joined = in_shared() ? Shared(1) : OfRow(p_.layer_scores);
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < n; i += kStageThreads) {
@@ -383,7 +375,7 @@ class LaterStages : StageRow {
 template <int kHeadDim, bool kPlaced>
 __global__ void __launch_bounds__(kStageThreads, 1)
     StagesKernel(const __grid_constant__ InfiniteHipLaunch p, const __grid_constant__ StagesCut cut,
-                 const Steps steps) {
+                 const InfiniteHipSteps steps) {
   extern __shared__ uint4 raw[];
   // The kernel begins when all CTAs of the kernel before it have waited for what came before that,
   // so only the output of that kernel is still to wait for.
@@ -394,7 +386,7 @@ __global__ void __launch_bounds__(kStageThreads, 1)
 }
 
 template <int kHeadDim, bool kPlaced>
-cudaError_t Launch(const InfiniteHipLaunch& p, cudaStream_t stream) {
+cudaError_t Launch(const InfiniteHipLaunch& p, const InfiniteHipSteps& all, cudaStream_t stream) {
   const int64_t rows = p.select.out.num_rows;
   const auto tiles =
       static_cast<int>((p.max_rows * p.select.group + kProductQueries - 1) / kProductQueries);
@@ -411,9 +403,9 @@ cudaError_t Launch(const InfiniteHipLaunch& p, cudaStream_t stream) {
     return error;
   }
   cut.blocks_of_row = std::bit_floor(cut.blocks_of_row);
-  const int at_once = p.layer_scores == nullptr ? kAllSteps.end : 1;
-  for (int step = kAllSteps.begin; step < kAllSteps.end; step += at_once) {
-    const Steps steps = {step, step + at_once};
+  const int at_once = p.layer_scores == nullptr ? InfiniteHipSteps::kCount : 1;
+  for (int step = all.begin; step < all.end; step += at_once) {
+    const InfiniteHipSteps steps = {step, step + at_once};
     if (const cudaError_t error = LaunchOverlappedClusters(
             kernel.kernel, cut.blocks_of_row, static_cast<unsigned>(rows) * cut.blocks_of_row,
             kStageThreads, kernel.shared_bytes, stream, p, cut, steps);
@@ -426,10 +418,13 @@ cudaError_t Launch(const InfiniteHipLaunch& p, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t LaunchInfiniteHipLater(const InfiniteHipLaunch& p, cudaStream_t stream) {
+cudaError_t LaunchInfiniteHipLater(const InfiniteHipLaunch& p, const InfiniteHipSteps& steps,
+                                   cudaStream_t stream) {
   const bool is_wide = p.select.kv.layout.head_dim == 128;
-  if (p.select.rope.on()) return (is_wide ? Launch<128, true> : Launch<64, true>)(p, stream);
-  return (is_wide ? Launch<128, false> : Launch<64, false>)(p, stream);
+  if (p.select.rope.on()) {
+    return (is_wide ? Launch<128, true> : Launch<64, true>)(p, steps, stream);
+  }
+  return (is_wide ? Launch<128, false> : Launch<64, false>)(p, steps, stream);
 }
 
 }  // namespace kvasir::kernels

@@ -103,10 +103,6 @@ class StageRow {
   __device__ T* OfRow(T* of_rows) const {
     return of_rows + row_.index * p_.max_chunks;
   }
-  // Each stage has its own scores: a CTA may score while another still keeps.
-  __device__ uint32_t* ScoresOfRows(int stage) const {
-    return stage == kLast ? p_.chunk_scores : p_.kept_scores;
-  }
   __device__ bool tells() const { return in_shared() && !together(); }
   __device__ Parents LeftBy(int stage) const {
     if (first_stage_ == stage + 1) {

@@ -1,6 +1,8 @@
 // A CTA takes the rows that choose together, one by one. Each thread has some pairs of elements of
 // the query and of the queries that the stages ran with, un-rotated in registers. The products are
-// summed over the CTA.
+// summed over the CTA. Where ranks choose together, a kernel of its own writes the products of each
+// head, the ranks exchange them, and then each rank judges by those of all heads, added in the same
+// order.
 #include "kernels/base/cuda_status.h"
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/base/shape_check.h"
@@ -16,17 +18,30 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpThreads;
 constexpr int kStages = static_cast<int>(kMaxStages);
 
-struct ReuseGateLaunch {
-  SelectLaunch select = {};
-  QueryRotation rotation = {};
-  int64_t heads = 1;  // KV heads that choose together
-};
-
 // The parts of the cosines.
 struct Products {
   double qq = 0;            // of the query with itself
   double qa[kStages] = {};  // with those that the stages ran with
   double aa[kStages] = {};  // of these with themselves
+
+  __device__ void Add(const Products& other) {
+    qq += other.qq;
+#pragma unroll
+    for (int s = 0; s < kStages; ++s) {
+      qa[s] += other.qa[s];
+      aa[s] += other.aa[s];
+    }
+  }
+};
+
+struct ReuseGateLaunch {
+  SelectLaunch select = {};
+  QueryRotation rotation = {};
+  int64_t heads = 1;  // KV heads that choose together, of this rank
+  // [query tiles, heads_of_layer]: the products of each head of the layer. Null: they are not
+  // exchanged.
+  Products* products = nullptr;
+  LayerPart part = {};
 };
 
 // The pairs of elements, half a head apart, of a row's query that belong to a thread. Their
@@ -111,6 +126,29 @@ __device__ void Remember(const RowQuery& query, const RowReuse& reuse, int first
   });
 }
 
+// Whether the rows of a query tile are judged by queries.
+__device__ bool IsJudged(const RowReuse& reuse, const DeviceRow& row) {
+  return reuse.remembers() && MakeHeader(row.tile, row.numbers).kind != SelectionHeader::Kind::kAll;
+}
+
+// Writes the products of all heads of the layer: zeros for those of other ranks, so that the sum
+// over ranks of their bits is what each rank wrote.
+__global__ void __launch_bounds__(kThreads)
+    ProductsKernel(const __grid_constant__ ReuseGateLaunch p) {
+  cudaGridDependencySynchronize();
+  cudaTriggerProgrammaticLaunchCompletion();
+  for (int64_t head = 0; head < p.part.num_heads; ++head) {
+    Products products;
+    const int64_t own = head - p.part.first_head;
+    if (own >= 0 && own < p.heads) {
+      const DeviceRow row(p.select, static_cast<uint32_t>(blockIdx.x * p.heads + own));
+      const RowReuse reuse(p.select, row);
+      if (IsJudged(reuse, row)) AddProducts(RowQuery(p, row), reuse, products);
+    }
+    if (threadIdx.x == 0) p.products[blockIdx.x * p.part.num_heads + head] = products;
+  }
+}
+
 __global__ void __launch_bounds__(kThreads)
     ReuseGateKernel(const __grid_constant__ ReuseGateLaunch p) {
   cudaGridDependencySynchronize();
@@ -118,12 +156,16 @@ __global__ void __launch_bounds__(kThreads)
   const auto heads = static_cast<uint32_t>(p.heads);
   const DeviceRow first_row(p.select, blockIdx.x * heads);
   const RowReuse first_reuse(p.select, first_row);
-  const SelectionHeader header = MakeHeader(first_row.tile, first_row.numbers);
-  if (!first_reuse.remembers() || header.kind == SelectionHeader::Kind::kAll) return;
+  if (!IsJudged(first_reuse, first_row)) return;
   Products products;  // in the order of the heads
-  for (uint32_t head = 0; head < heads; ++head) {
-    const DeviceRow row(p.select, blockIdx.x * heads + head);
-    AddProducts(RowQuery(p, row), RowReuse(p.select, row), products);
+  if (p.products != nullptr) {
+    const Products* const of_heads = p.products + blockIdx.x * p.part.num_heads;
+    for (int64_t head = 0; head < p.part.num_heads; ++head) products.Add(of_heads[head]);
+  } else {
+    for (uint32_t head = 0; head < heads; ++head) {
+      const DeviceRow row(p.select, blockIdx.x * heads + head);
+      AddProducts(RowQuery(p, row), RowReuse(p.select, row), products);
+    }
   }
   const int first = first_reuse.Judge([&](int stage) {  // NaN: one query is 0
     return static_cast<float>(products.qa[stage] / sqrt(products.qq * products.aa[stage]));
@@ -135,15 +177,31 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-cudaError_t LaunchReuseGate(const ReuseGateLaunch& p, cudaStream_t stream) {
+cudaError_t Launch(void (*kernel)(ReuseGateLaunch), const ReuseGateLaunch& p, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(p.select.out.num_rows / p.heads);
-  return LaunchOverlapped(ReuseGateKernel, blocks, kThreads, 0, stream, p);
+  return LaunchOverlapped(kernel, blocks, kThreads, 0, stream, p);
+}
+
+// Fills the products of all heads of the layer, those of other ranks included.
+absl::Status ExchangeProducts(const ReuseGateLaunch& p, cudaStream_t stream) {
+  static_assert(sizeof(Products) % sizeof(int64_t) == 0);
+  KVASIR_RETURN_IF_ERROR(
+      CudaStatus(Launch(ProductsKernel, p, stream), "launching the products of the reuse gate"));
+  const int64_t words = p.part.num_heads * static_cast<int64_t>(sizeof(Products) / sizeof(int64_t));
+  return p.part.ranks->Sum({.values = reinterpret_cast<int64_t*>(p.products),
+                            .rows = p.select.out.num_rows / p.heads,
+                            .stride = words},
+                           stream);
 }
 
 }  // namespace
 
+int64_t JudgeReuseWorkspaceBytes(int64_t heads_of_layer, int64_t tiles) {
+  return tiles * heads_of_layer * static_cast<int64_t>(sizeof(Products));
+}
+
 absl::Status JudgeReuse(const CudaSelectParams& p, Scope scope, const PageSelection& rows,
-                        cudaStream_t stream) {
+                        std::byte* workspace, cudaStream_t stream) {
   const KvLayout& layout = p.kv.layout;
   ShapeCheck check("reuse on the GPU");
   check.Match("q", p.q, {"tokens", "heads", layout.head_dim})
@@ -154,18 +212,24 @@ absl::Status JudgeReuse(const CudaSelectParams& p, Scope scope, const PageSelect
                "the selection's num_rows must be blocks x KV heads");
   KVASIR_RETURN_IF_ERROR(check.status());
   if (p.tiles.empty()) return absl::OkStatus();
-  const ReuseGateLaunch launch = {.select = {.q = p.q.data(),
-                                             .q_dtype = p.q.dtype(),
-                                             .group = p.q.dim(1) / layout.num_kv_heads,
-                                             .kv = p.kv,
-                                             .layer = p.layer,
-                                             .tiles = p.tiles.data(),
-                                             .numbers = p.numbers.data(),
-                                             .memories = p.device_memories.data(),
-                                             .out = rows},
-                                  .rotation = p.rotation,
-                                  .heads = scope == Scope::kLayer ? layout.num_kv_heads : 1};
-  return CudaStatus(LaunchReuseGate(launch, stream), "launching the reuse gate");
+  const bool by_layer = scope == Scope::kLayer;
+  const bool exchanges = by_layer && p.part.ranks != nullptr;
+  const ReuseGateLaunch launch = {
+      .select = {.q = p.q.data(),
+                 .q_dtype = p.q.dtype(),
+                 .group = p.q.dim(1) / layout.num_kv_heads,
+                 .kv = p.kv,
+                 .layer = p.layer,
+                 .tiles = p.tiles.data(),
+                 .numbers = p.numbers.data(),
+                 .memories = p.device_memories.data(),
+                 .out = rows},
+      .rotation = p.rotation,
+      .heads = by_layer ? layout.num_kv_heads : 1,
+      .products = exchanges ? reinterpret_cast<Products*>(workspace) : nullptr,
+      .part = p.part};
+  if (exchanges) KVASIR_RETURN_IF_ERROR(ExchangeProducts(launch, stream));
+  return CudaStatus(Launch(ReuseGateKernel, launch, stream), "launching the reuse gate");
 }
 
 }  // namespace kvasir::kernels

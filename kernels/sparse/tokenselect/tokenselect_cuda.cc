@@ -16,22 +16,28 @@ namespace kvasir::kernels {
 namespace {
 
 // Lays out the workspace and returns its size in bytes.
-int64_t LayOut(std::byte* workspace, const PagedKv& kv, int64_t group, int64_t rows,
+int64_t LayOut(std::byte* workspace, const PagedKv& kv, int64_t group, int64_t tiles,
                TokenSelectLaunch& launch) {
+  const int64_t rows = tiles * kv.layout.num_kv_heads;
   launch.max_tokens = kv.max_blocks_per_slot * kPageTokens;
   launch.logits_of_row = launch.max_tokens * std::max<int64_t>(group, 2);
   ScratchPieces pieces(workspace);
   launch.parts = pieces.Take<SoftmaxSum>(rows * kLogitBlocks * group);
-  launch.votes = pieces.Take<uint32_t>(rows * launch.max_tokens);
+  if (launch.scope == Scope::kLayer) {
+    launch.layer_votes = pieces.Take<int64_t>(tiles * launch.max_tokens);
+    launch.layer_tokens = pieces.Take<int32_t>(tiles);
+  } else {
+    launch.votes = pieces.Take<uint32_t>(rows * launch.max_tokens);
+  }
   launch.logits = pieces.Take<float>(rows * launch.logits_of_row);
   return pieces.bytes();
 }
 
 }  // namespace
 
-int64_t TokenSelectWorkspaceBytes(const PagedKv& kv, int64_t group, int64_t blocks) {
-  TokenSelectLaunch launch;
-  return LayOut(nullptr, kv, group, blocks * kv.layout.num_kv_heads, launch);
+int64_t TokenSelectWorkspaceBytes(Scope scope, const PagedKv& kv, int64_t group, int64_t blocks) {
+  TokenSelectLaunch launch = {.scope = scope};
+  return LayOut(nullptr, kv, group, blocks, launch);
 }
 
 absl::Status SelectTokens(Scope scope, const CudaSelectParams& params, const PageSelection& out,
@@ -49,7 +55,9 @@ absl::Status SelectTokens(Scope scope, const CudaSelectParams& params, const Pag
         "tokenselect on the GPU: slots of ", params.kv.max_blocks_per_slot,
         " blocks; it serves at most ", kVoteBlocks * kVotePages, "; lower the longest context"));
   }
-  if (const int64_t voters = params.q.dim(1); scope == Scope::kLayer && voters > kMostVoters) {
+  const int64_t heads =
+      scope == Scope::kLayer ? params.heads_of_layer() : params.kv.layout.num_kv_heads;
+  if (const int64_t voters = heads * select.group; scope == Scope::kLayer && voters > kMostVoters) {
     return absl::InvalidArgumentError(absl::StrCat("tokenselect on the GPU: ", voters,
                                                    " heads of a layer; at most ", kMostVoters,
                                                    " choose together"));
@@ -58,17 +66,24 @@ absl::Status SelectTokens(Scope scope, const CudaSelectParams& params, const Pag
   int processors = 0;
   KVASIR_RETURN_IF_ERROR(
       CudaStatus(CountMultiprocessors(processors), "counting the device's multiprocessors"));
-  const TokenSelectPlan plan =
-      PlanTokenSelect(ShapeOf(select), scope, params.kv.layout.num_kv_heads, processors);
+  const TokenSelectPlan plan = PlanTokenSelect(ShapeOf(select), scope, heads, processors);
   TellPlan("tokenselect", plan);
   TokenSelectLaunch launch = {.select = select,
                               .scope = scope,
                               .faults = params.faults.data(),
                               .blocks_of_row = plan.logit_ctas_of_row};
-  LayOut(workspace, params.kv, select.group, out.num_rows, launch);
+  const int64_t tiles = std::ssize(params.tiles);
+  LayOut(workspace, params.kv, select.group, tiles, launch);
   KVASIR_RETURN_IF_ERROR(CudaStatus(LaunchTokenLogits(launch, plan, stream), "launching logits"));
   if (scope == Scope::kLayer) {
     KVASIR_RETURN_IF_ERROR(CudaStatus(LaunchLayerVotes(launch, stream), "launching votes"));
+    if (params.part.ranks != nullptr) {
+      KVASIR_RETURN_IF_ERROR(params.part.ranks->Sum({.values = launch.layer_votes,
+                                                     .counts = launch.layer_tokens,
+                                                     .rows = tiles,
+                                                     .stride = launch.max_tokens},
+                                                    stream));
+    }
   }
   return CudaStatus(LaunchTokenVotes(launch, plan, stream), "launching the choice");
 }
@@ -81,7 +96,7 @@ class CudaTokenSelect final : public CudaSelector {
 
   int64_t WorkspaceBytes(const SelectBounds& bounds, const PagedKv& kv,
                          int64_t tiles) const override {
-    return TokenSelectWorkspaceBytes(kv, bounds.group, tiles);
+    return TokenSelectWorkspaceBytes(scope_, kv, bounds.group, tiles);
   }
   absl::Status Select(const CudaSelectParams& params, const SelectBounds&, const PageSelection& out,
                       std::byte* workspace, cudaStream_t stream) const override {

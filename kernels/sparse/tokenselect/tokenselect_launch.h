@@ -34,9 +34,12 @@ struct TokenSelectLaunch {
   int64_t logits_of_row = 0;    // floats of logits per row
   float* logits = nullptr;      // [rows][group, max_tokens] of logits_of_row: neither NaN nor inf
   SoftmaxSum* parts = nullptr;  // [rows, blocks_of_row, group]
-  // [rows, max_tokens]: bits of a float that is not negative. The votes of a layer are in its first
-  // row.
+  // [rows, max_tokens]: bits of a float that is not negative. At group scope.
   uint32_t* votes = nullptr;
+  // [query tiles, max_tokens]: votes of layers in units of 1 / kVoteUnits, from the first page with
+  // candidates on, and the number of their tokens [query tiles]. At layer scope.
+  int64_t* layer_votes = nullptr;
+  int32_t* layer_tokens = nullptr;
 
   // The tokens that may still be chosen. They overwrite the row's logits.
   KVASIR_HOST_DEVICE uint64_t* Rivals(int64_t row) const {

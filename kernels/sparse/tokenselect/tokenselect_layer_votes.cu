@@ -1,5 +1,6 @@
-// Votes of all heads of a layer. A thread has four tokens and adds the votes of the heads one after
-// another.
+// Votes of all heads of a layer that this rank has. A thread has four tokens and adds the votes of
+// the heads one after another. They are integers, so that the sum over ranks is the same on all and
+// for any number of them.
 #include <algorithm>
 
 #include "kernels/base/overlapped_launch.h"
@@ -27,6 +28,23 @@ __device__ void MergeSoftmaxes(const TokenSelectLaunch& p, const VotingRow& row,
   __syncthreads();
 }
 
+// Votes for four tokens, in units of 1 / kVoteUnits.
+struct alignas(16) FourVotes {
+  long long of_token[4];
+
+  __device__ void Add(const float4& logits, const SoftmaxSum& merged) {
+    AddOne(0, logits.x, merged);
+    AddOne(1, logits.y, merged);
+    AddOne(2, logits.z, merged);
+    AddOne(3, logits.w, merged);
+  }
+
+ private:
+  __device__ void AddOne(int i, float logit, const SoftmaxSum& merged) {
+    of_token[i] += __float2ll_rn(VoteOf(logit, merged) * static_cast<float>(kVoteUnits));
+  }
+};
+
 // Groups have at most kHeads heads: that many loads are in flight together, and as many again.
 template <int kHeads>
 __global__ void __launch_bounds__(kThreads)
@@ -38,12 +56,18 @@ __global__ void __launch_bounds__(kThreads)
   const VotingRow row(p, blockIdx.x * static_cast<unsigned>(kv_heads));  // the layer's first row
   const int64_t first = row.first_page() * kPageTokens + int64_t{blockIdx.y} * kTileTokens;
   const int64_t end = row.end_page() * kPageTokens;
+  const int64_t tile = blockIdx.x;
+  if (blockIdx.y == 0 && threadIdx.x == 0) {
+    p.layer_tokens[tile] =
+        row.wanted == 0 ? 0 : static_cast<int32_t>(end - row.first_page() * kPageTokens);
+  }
   if (row.wanted == 0 || first >= end) return;
   MergeSoftmaxes(p, row, sums);
   const auto group = static_cast<int>(p.select.group);
+  int64_t* const to = p.layer_votes + tile * p.max_tokens - row.first_page() * kPageTokens;
   for (int64_t token = first + 4 * threadIdx.x; token < end; token += gridDim.y * kTileTokens) {
     const float* const logits = p.logits + row.at.index * p.logits_of_row + token;
-    float4 votes = {};
+    FourVotes votes = {};
 #pragma unroll 2
     for (int kv_head = 0; kv_head < kv_heads; ++kv_head) {
       float4 of_head[kHeads];
@@ -54,10 +78,10 @@ __global__ void __launch_bounds__(kThreads)
       }
 #pragma unroll
       for (int g = 0; g < kHeads; ++g) {
-        if (g < group) AddVotes(of_head[g], sums[kv_head * group + g], votes);
+        if (g < group) votes.Add(of_head[g], sums[kv_head * group + g]);
       }
     }
-    *reinterpret_cast<float4*>(p.votes + row.at.index * p.max_tokens + token) = votes;
+    *reinterpret_cast<FourVotes*>(to + token) = votes;
   }
 }
 

@@ -24,6 +24,8 @@ struct TokenSelectPlan {
 
 // The CTAs of a row are two on each multiprocessor where there is one sequence. The number does not
 // depend on the batch, because the way a row is divided decides how its sums are rounded.
+// `kv_heads`: of the call; at layer scope of the layer, whatever ranks hold them, for the same
+// reason.
 inline TokenSelectPlan PlanTokenSelect(const SelectShape& shape, Scope scope, int64_t kv_heads,
                                        int num_processors) {
   using Logits = TokenSelectPlan::Logits;

@@ -19,9 +19,6 @@
 namespace kvasir::kernels {
 namespace {
 
-// Votes of a layer are integers in units of 2^-52. Sums of up to 1024 heads are exact, in any order
-// and on any ranks.
-constexpr double kVoteUnits = 0x1p52;
 constexpr float kNoVote = -std::numeric_limits<float>::infinity();
 
 // Working memory of one thread of a Select call.
@@ -227,9 +224,7 @@ class LayerSelection {
     if (p_.ranks != nullptr) KVASIR_RETURN_IF_ERROR(p_.ranks->Sum(votes));
     const std::span ranked(MemoryOf(0).ranked, static_cast<size_t>(candidates));
     for (size_t j = 0; j < ranked.size(); ++j) {
-      const double votes_for = static_cast<double>(votes[j]) / kVoteUnits;
-      ranked[j] =
-          Ranked(static_cast<float>(votes_for), first.header.sink_end + static_cast<int64_t>(j));
+      ranked[j] = Ranked(VoteOfUnits(votes[j]), first.header.sink_end + static_cast<int64_t>(j));
     }
     ListBest(first, ranked);
     ShareWithinBlock(rows);

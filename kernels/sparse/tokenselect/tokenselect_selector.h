@@ -25,10 +25,12 @@
 // context. Thread-compatible.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 
 #include "absl/status/statusor.h"
 
+#include "kernels/base/host_device.h"
 #include "kernels/sparse/common/method_options.h"
 #include "kernels/sparse/common/stages.h"
 
@@ -36,6 +38,13 @@ namespace kvasir::kernels {
 
 // Least exponent of a vote: exp of less is denormal.
 inline constexpr float kLeastVoteExponent = -87;
+
+// Votes of a layer are integers in units of 2^-52. Sums of up to 1024 heads are exact, in any order
+// and on any ranks.
+inline constexpr double kVoteUnits = 0x1p52;
+KVASIR_HOST_DEVICE constexpr float VoteOfUnits(int64_t units) {
+  return static_cast<float>(static_cast<double>(units) / kVoteUnits);
+}
 
 class TokenSelectSelector : public Selector {
  public:
@@ -49,11 +58,8 @@ class TokenSelectSelector : public Selector {
   bool ReadsQueries() const override { return true; }
   Scope scope() const override { return scope_; }
   SkipReason skip_reason() const override { return SkipReason::kSelectedOut; }
-  GpuSupport SupportsGpu(int64_t num_ranks) const override {
-    return {.runs = true,
-            .reuses = true,
-            .any_group = false,
-            .options = RequireGroupScope("tokenselect", scope_, num_ranks)};
+  GpuSupport SupportsGpu() const override {
+    return {.runs = true, .reuses = true, .any_group = false};
   }
 
  private:

@@ -124,9 +124,13 @@ class Choice {
   __device__ uint64_t* RivalsOf(unsigned rank) const {
     return p_.Rivals(row_.at.index) + FirstPageOf(rank) * kPageTokens;
   }
-  __device__ uint32_t* Votes() const {
-    const int64_t voter = row_.at.index - (kHeads == 0 ? row_.at.kv_head : 0);
-    return p_.votes + voter * p_.max_tokens;
+  __device__ uint32_t* Votes() const { return p_.votes + row_.at.index * p_.max_tokens; }
+  // Returns the layer's votes for a token and the next one.
+  __device__ longlong2 LayerVotes(int64_t token) const {
+    const int64_t tile = static_cast<uint32_t>(row_.at.index) /
+                         static_cast<uint32_t>(p_.select.kv.layout.num_kv_heads);
+    return *reinterpret_cast<const longlong2*>(p_.layer_votes + tile * p_.max_tokens +
+                                               (token - row_.first_page() * kPageTokens));
   }
 
   __device__ void ClearPages() {
@@ -171,9 +175,15 @@ class Choice {
   template <typename Use>
   __device__ void ForEachVotes(const Use& use) const {
     const auto load = [&](int64_t token) {
-      return *reinterpret_cast<const uint4*>(Votes() + token);
+      if constexpr (kHeads > 0) {
+        return *reinterpret_cast<const uint4*>(Votes() + token);
+      } else {
+        const longlong2 low = LayerVotes(token), high = LayerVotes(token + 2);
+        return uint4{__float_as_uint(VoteOfUnits(low.x)), __float_as_uint(VoteOfUnits(low.y)),
+                     __float_as_uint(VoteOfUnits(high.x)), __float_as_uint(VoteOfUnits(high.y))};
+      }
     };
-    ForEachTokens<8>(load, use);
+    ForEachTokens<kHeads == 0 ? 4 : 8>(load, use);  // limited by registers
   }
   __device__ bool IsCandidate(int64_t token) const {
     return token >= row_.begin && token < row_.end;

@@ -15,18 +15,13 @@
 #include "kernels/base/device_buffer.h"
 #include "kernels/base/dtype.h"
 #include "tests/support/device_memory.h"
+#include "tests/support/peer_ranks.h"
 
 namespace kvasir::kernels {
 namespace {
 
 TensorView Matrix(const DeviceBuffer& buffer, DType dtype, int64_t rows, int64_t width) {
   return TensorView(buffer.data(), dtype, {rows, width}, Device::kCuda);
-}
-
-DeviceBuffer Zeros(int64_t bytes) {
-  DeviceBuffer buffer = DeviceBuffer::Allocate(bytes).value();
-  EXPECT_EQ(cudaMemset(buffer.data(), 0, static_cast<size_t>(bytes)), cudaSuccess);
-  return buffer;
 }
 
 template <typename T>
@@ -117,54 +112,27 @@ TEST_F(RankOpsTest, MoreColumnsThanRanksHaveAreRefused) {
 // Ranks, each with its own stream.
 class PeerSumTest : public testing::Test {
  protected:
-  struct Rank {
-    DeviceBuffer inbox, slices, counters, x, y;
-    PinnedBuffer gave_up, progress;
-    cudaStream_t stream = nullptr;
-    PeerSumEnd end;
+  struct Rank : PeerRank {
+    DeviceBuffer x, y;
+    PinnedBuffer progress;
     std::vector<float> values;
   };
 
   void SetUp() override {
     if (!HasGpu()) GTEST_SKIP() << "no GPU on this machine";
   }
-  void TearDown() override {
-    for (Rank& rank : ranks_) cudaStreamDestroy(rank.stream);
-  }
 
   // Messages have at most `elements`.
   void MakeRanks(int size, int64_t elements = kPeerSumElements,
                  int64_t patience_ns = 5'000'000'000) {
     elements_ = elements;
-    ranks_.resize(static_cast<size_t>(size));
+    ranks_ = std::vector<Rank>(static_cast<size_t>(size));
+    ConnectPeers(ranks_, patience_ns);
     for (Rank& rank : ranks_) {
-      rank.inbox = Zeros(kPeerSumInboxLines * 8);
-      rank.slices = Zeros(kSlicedSumBytes);
-      rank.counters = Zeros((kPeerSumCounters + kSlicedSumCtas + 1) * 4);
       rank.x = Zeros(elements * 4);
       rank.y = Zeros(elements * 2);
       rank.progress = PinnedBuffer::Allocate(4).value();
       *rank.progress.As<uint32_t>() = 0;
-      rank.gave_up = PinnedBuffer::Allocate(4).value();
-      *rank.gave_up.As<uint32_t>() = 0;
-      ASSERT_EQ(cudaStreamCreateWithFlags(&rank.stream, cudaStreamNonBlocking), cudaSuccess);
-    }
-    for (int r = 0; r < size; ++r) {
-      Rank& rank = ranks_[static_cast<size_t>(r)];
-      uint32_t* const counters = rank.counters.As<uint32_t>();
-      rank.end = {.rank = r,
-                  .num_ranks = size,
-                  .inboxes = {},
-                  .slices = {},
-                  .calls = counters,
-                  .sliced_calls = counters + kPeerSumCounters,
-                  .gave_up = counters + kPeerSumCounters + kSlicedSumCtas,
-                  .gave_up_host = rank.gave_up.As<uint32_t>(),
-                  .patience_ns = patience_ns};
-      for (int peer = 0; peer < size; ++peer) {
-        rank.end.inboxes[peer] = ranks_[static_cast<size_t>(peer)].inbox.As<uint64_t>();
-        rank.end.slices[peer] = ranks_[static_cast<size_t>(peer)].slices.data();
-      }
     }
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   }
@@ -226,9 +194,7 @@ TEST_F(PeerSumTest, AllRanksHaveTheSameSumsWhateverCameBefore) {
       for (const Rank& rank : ranks_) ASSERT_TRUE(Launch(rank, count).ok());
       ExpectSums(count);
     }
-    TearDown();
   }
-  ranks_.clear();
 }
 
 TEST_F(PeerSumTest, TheLargestMessageIsSummed) {
@@ -256,9 +222,7 @@ TEST_F(PeerSumTest, LargeSumsAreTheSameOnAllRanksWhateverCameBefore) {
       ExpectSums(count);
     }
     EXPECT_EQ(*ranks_[0].progress.As<uint32_t>(), 9u);
-    TearDown();
   }
-  ranks_.clear();
 }
 
 TEST_F(PeerSumTest, AMessageOfSeveralLaunchesIsSummed) {

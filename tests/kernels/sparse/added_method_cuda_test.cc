@@ -21,7 +21,7 @@ TEST(AddedCudaMethodTest, ListsAndSelectorsAgreeOnWhatRunsOnGpus) {
   std::set<std::string> listed, claimed;
   for (const CudaSelectorMethod& method : CudaSelectorMethods()) listed.emplace(method.name);
   for (const SelectorMethod& method : SelectorMethods()) {
-    if (MakeSelector(method.name).value()->SupportsGpu(1).runs) claimed.emplace(method.name);
+    if (MakeSelector(method.name).value()->SupportsGpu().runs) claimed.emplace(method.name);
   }
   EXPECT_EQ(listed, claimed);
   EXPECT_TRUE(listed.contains("newest"));

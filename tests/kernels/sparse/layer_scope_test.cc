@@ -1,26 +1,22 @@
 // Selections of layer scope: one list for all KV heads, the same for any number of ranks that hold
 // the heads. Ranks are threads here.
 #include <barrier>
-#include <bit>
 #include <cstring>
 #include <gtest/gtest.h>
 #include <memory>
-#include <random>
 #include <span>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "kernels/append/digests.h"
-#include "kernels/append/key_codes.h"
 #include "kernels/sparse/policy.h"
 #include "kernels/sparse/reuse/reusing_select.h"
-#include "tests/support/attention_batch.h"
+#include "tests/kernels/sparse/layer_rank.h"
 
 namespace kvasir::kernels {
 namespace {
 
-constexpr int64_t kHeads = 4, kGroup = 2, kDim = 64, kContext = 2400;
+constexpr int64_t kHeads = LayerRank::kHeads;
 
 // An exchange between ranks: every call hands in a piece and takes all pieces.
 class Exchange {
@@ -81,92 +77,6 @@ class ThreadRanks final : public LayerRanks {
   std::vector<double> gathered_;
 };
 
-// Keys of the KV heads [first, first + heads) among all, and their queries in a tile of a prompt
-// and in some decode steps. The numbers do not depend on who holds the heads.
-class Rank {
- public:
-  Rank(int64_t first, int64_t heads)
-      : heads_(heads),
-        batch_({.kv = DType::kFloat32, .head_dim = kDim, .kv_heads = heads, .group = kGroup}, 1,
-               kContext, 1) {
-    batch_.FillContext(0, kContext);
-    for (int64_t head = 0; head < heads; ++head) {
-      std::mt19937_64 rng(static_cast<uint64_t>(first + head));
-      std::normal_distribution<float> normal;
-      for (int64_t t = 0; t < kContext; ++t) {
-        std::byte* key =
-            batch_.kv().Token(FakePagedKv::Side::kKey, 0, t, AttentionBatch::kLayer, head);
-        for (int64_t i = 0; i < kDim; ++i) batch_.kv().Set(key, i, normal(rng));
-      }
-    }
-    for (int64_t block = 0; block * kPageTokens < kContext; ++block) {
-      const int64_t tokens = std::min(kPageTokens, kContext - block * kPageTokens);
-      KVASIR_CHECK(RebuildBounds(batch_.kv().View(), 0, block, tokens).ok());
-      KVASIR_CHECK(RebuildKeyCodes(batch_.kv().View(), 0, block, tokens).ok());
-    }
-    AddQueries(first, 2176, 64);
-    // Steps between two multiples of 64; the second and third queries are much like the first.
-    for (int64_t step = 0; step < kSteps; ++step) AddQueries(first, 2250 + step, 1);
-  }
-  static constexpr int64_t kSteps = 6;
-  static constexpr int64_t kBlocks = 1 + kSteps;
-
-  // Runs every query tile alone, the steps with memory where there is a rule.
-  void Run(const Selector& selector, const ReuseRule* rule, LayerRanks* ranks) {
-    PolicyNumbers numbers = {.sink_tokens = 4,
-                             .window_tokens = std::max<int64_t>(150, selector.MinWindowTokens()),
-                             .budget_tokens = 320};
-    std::unique_ptr<SelectionMemory> memory;
-    std::vector<RowMemory*> memories;
-    if (rule != nullptr) {
-      numbers.reach_tokens = ReachTokens(selector, *rule, numbers.reuse);
-      memory = MakeSelectionMemory(
-                   {selector, *rule, batch_.kv().View().layout, kGroup, numbers, kContext})
-                   .value();
-      for (int64_t head = 0; head < heads_; ++head) {
-        memories.push_back(&memory->row(AttentionBatch::kLayer, head));
-      }
-    }
-    selection = batch_.MakeSelection(selector.MaxEntries(numbers, kContext));
-    const std::vector<PolicyNumbers> all_numbers(kBlocks, numbers);
-    SerialExecutor executor;
-    for (int64_t block = 0; block < kBlocks; ++block) {
-      SelectParams params = batch_.ParamsForSelect(all_numbers);
-      params.tiles = params.tiles.subspan(static_cast<size_t>(block), 1);
-      params.numbers = params.numbers.subspan(0, 1);
-      params.ranks = ranks;
-      PageSelection rows = selection.Rows(block * heads_, heads_);
-      const bool remembers = rule != nullptr && block > 0;
-      if (remembers) params.memories = memories;
-      const absl::Status status = remembers ? SelectReusing(selector, *rule, params, rows, executor)
-                                            : selector.Select(params, rows, executor);
-      ASSERT_TRUE(status.ok()) << status;
-    }
-  }
-
-  PageSelection selection;
-
- private:
-  void AddQueries(int64_t first, int64_t position, int64_t rows) {
-    const int64_t token = batch_.num_tokens();
-    batch_.AddBlock(0, position, rows);
-    for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t head = 0; head < heads_ * kGroup; ++head) {
-        std::mt19937_64 rng(static_cast<uint64_t>(1000 + first * kGroup + head));
-        std::mt19937_64 turn(static_cast<uint64_t>((position + r) * 100 + first * kGroup + head));
-        std::normal_distribution<float> normal;
-        const float share = rows == 1 && position < 2253 ? 0.1f : 2.0f;
-        for (int64_t i = 0; i < kDim; ++i) {
-          batch_.q(token + r, head)[i] = normal(rng) + share * normal(turn);
-        }
-      }
-    }
-  }
-
-  const int64_t heads_;
-  AttentionBatch batch_;
-};
-
 struct Shape {
   std::string name;
   std::string selector;
@@ -195,27 +105,11 @@ INSTANTIATE_TEST_SUITE_P(
         Shape{"infinitehip_both", "infinitehip", {{"scope", "layer"}, {"preset", "5k"}}, "both"}),
     [](const auto& param) { return param.param.name; });
 
-void ExpectSameRow(const PageSelection& found, int64_t row, const PageSelection& expected,
-                   int64_t expected_row) {
-  const SelectionHeader& header = found.header(row);
-  const SelectionHeader& other = expected.header(expected_row);
-  ASSERT_EQ(header.count, other.count);
-  EXPECT_EQ(header.made_at, other.made_at);
-  EXPECT_EQ(header.reused_stages, other.reused_stages);
-  for (int32_t i = 0; i < header.count; ++i) {
-    const SelectionEntry& a = found.list(row)[i];
-    const SelectionEntry& b = expected.list(expected_row)[i];
-    ASSERT_EQ(a.page, b.page);
-    ASSERT_EQ(a.chosen, b.chosen);
-    ASSERT_EQ(std::bit_cast<uint32_t>(a.score), std::bit_cast<uint32_t>(b.score));
-  }
-}
-
 TEST_P(LayerScopeTest, TheSameListForAllHeadsOnAnyNumberOfRanks) {
-  Rank one(0, kHeads);
+  LayerRank one(0, kHeads);
   one.Run(*selector_, rule_.get(), nullptr);
   int64_t reused = 0;
-  for (int64_t block = 0; block < Rank::kBlocks; ++block) {
+  for (int64_t block = 0; block < LayerRank::kBlocks; ++block) {
     ASSERT_GT(one.selection.header(block * kHeads).count, 4);
     reused += one.selection.header(block * kHeads).reused_stages > 0;
     for (int64_t head = 1; head < kHeads; ++head) {
@@ -223,17 +117,17 @@ TEST_P(LayerScopeTest, TheSameListForAllHeadsOnAnyNumberOfRanks) {
     }
   }
   EXPECT_EQ(reused > 0, rule_ != nullptr);
-  EXPECT_LT(reused, Rank::kSteps);
+  EXPECT_LT(reused, LayerRank::kSteps);
   for (const int num_ranks : {2, 4}) {
     SCOPED_TRACE(testing::Message() << num_ranks << " ranks");
     Exchange exchange(num_ranks);
     const int64_t heads = kHeads / num_ranks;
-    std::vector<std::unique_ptr<Rank>> ranks(static_cast<size_t>(num_ranks));
+    std::vector<std::unique_ptr<LayerRank>> ranks(static_cast<size_t>(num_ranks));
     std::vector<std::thread> threads;
     for (int rank = 0; rank < num_ranks; ++rank) {
       threads.emplace_back([&, rank] {
         auto& mine = ranks[static_cast<size_t>(rank)];
-        mine = std::make_unique<Rank>(rank * heads, heads);
+        mine = std::make_unique<LayerRank>(rank * heads, heads);
         ThreadRanks others(exchange, rank);
         mine->Run(*selector_, rule_.get(), &others);
         EXPECT_GT(others.calls, 0);
@@ -241,7 +135,7 @@ TEST_P(LayerScopeTest, TheSameListForAllHeadsOnAnyNumberOfRanks) {
     }
     for (std::thread& thread : threads) thread.join();
     for (const auto& rank : ranks) {
-      for (int64_t row = 0; row < Rank::kBlocks * heads; ++row) {
+      for (int64_t row = 0; row < LayerRank::kBlocks * heads; ++row) {
         ExpectSameRow(rank->selection, row, one.selection, row / heads * kHeads);
       }
     }
@@ -255,7 +149,7 @@ TEST_P(LayerScopeTest, AllHeadsAreHeard) {
   MethodOptions group = GetParam().options;
   group[0].value = "group";
   const std::unique_ptr<Selector> of_group = MakeSelector(GetParam().selector, group).value();
-  Rank layer(0, kHeads), groups(0, kHeads);
+  LayerRank layer(0, kHeads), groups(0, kHeads);
   layer.Run(*selector_, nullptr, nullptr);
   groups.Run(*of_group, nullptr, nullptr);
   const auto tokens = [](const PageSelection& selection, int64_t row) {
@@ -269,10 +163,10 @@ TEST_P(LayerScopeTest, AllHeadsAreHeard) {
     EXPECT_NE(tokens(layer.selection, head), tokens(groups.selection, head));
   }
   for (int64_t head = 0; head < kHeads; ++head) {
-    Rank alone(head, 1), alone_group(head, 1);
+    LayerRank alone(head, 1), alone_group(head, 1);
     alone.Run(*selector_, nullptr, nullptr);
     alone_group.Run(*of_group, nullptr, nullptr);
-    for (int64_t block = 0; block < Rank::kBlocks; ++block) {
+    for (int64_t block = 0; block < LayerRank::kBlocks; ++block) {
       EXPECT_EQ(tokens(alone.selection, block), tokens(alone_group.selection, block));
     }
   }

@@ -82,11 +82,10 @@ TEST(CudaLimits, ModelsItDoesNot) {
   }
 }
 
-absl::Status CheckPolicy(const v1::SparsityPolicy& policy, int64_t num_ranks = 1,
-                         int64_t num_kv_heads = 8) {
+absl::Status CheckPolicy(const v1::SparsityPolicy& policy, int64_t num_kv_heads = 8) {
   const std::vector<v1::SparsityPolicy> policies = {ServedPolicy(), policy};
   TransformerOptions model = ServedModel();
-  model.shard.num_ranks = num_ranks;
+  model.shard.num_ranks = 2;
   model.config.num_kv_heads = num_kv_heads;
   return CheckCudaPolicies(policies, model);
 }
@@ -108,20 +107,20 @@ TEST(CudaLimits, PoliciesItServes) {
   }
 }
 
+TEST(CudaLimits, ListsOfALayerOverRanksAreServed) {
+  v1::SparsityPolicy policy = ServedPolicy();
+  policy.mutable_prefill()->mutable_infinitehip()->set_scope("layer");
+  policy.mutable_decode()->mutable_tokenselect()->set_scope("layer");
+  policy.mutable_decode()->mutable_reuse()->set_rule("cosine");
+  EXPECT_TRUE(CheckPolicy(policy).ok()) << CheckPolicy(policy);
+}
+
 TEST(CudaLimits, PoliciesItDoesNot) {
   for (const bool in_prefill : {true, false}) {
     const auto part = [&](v1::SparsityPolicy& policy) {
       return in_prefill ? policy.mutable_prefill() : policy.mutable_decode();
     };
     v1::SparsityPolicy policy = ServedPolicy();
-    part(policy)->mutable_tokenselect()->set_scope("layer");
-    EXPECT_TRUE(CheckPolicy(policy).ok()) << CheckPolicy(policy);
-    ExpectRefused(CheckPolicy(policy, 2), "scope of tokenselect over ranks is layer; it must be");
-    policy = ServedPolicy();
-    part(policy)->mutable_infinitehip()->set_scope("layer");
-    EXPECT_TRUE(CheckPolicy(policy).ok()) << CheckPolicy(policy);
-    ExpectRefused(CheckPolicy(policy, 2), "scope of infinitehip over ranks is layer; it must be");
-    policy = ServedPolicy();
     part(policy)->mutable_infinitehip()->set_probe("centre");
     ExpectRefused(CheckPolicy(policy), "probe of infinitehip is centre; it must be digest");
     policy = ServedPolicy();
@@ -140,21 +139,21 @@ TEST(CudaLimits, LargeGroupsLeaveSomeMethodsOut) {
     v1::SparsityPolicy policy = ServedPolicy();
     v1::SetSelector(selector, *policy.mutable_prefill());
     v1::SetSelector(selector, *policy.mutable_decode());
-    EXPECT_TRUE(CheckPolicy(policy, 1, kKvHeads).ok()) << CheckPolicy(policy, 1, kKvHeads);
+    EXPECT_TRUE(CheckPolicy(policy, kKvHeads).ok()) << CheckPolicy(policy, kKvHeads);
   }
   v1::SparsityPolicy policy = ServedPolicy();
   policy.mutable_decode()->mutable_tokenselect();
-  ExpectRefused(CheckPolicy(policy, 1, kKvHeads),
+  ExpectRefused(CheckPolicy(policy, kKvHeads),
                 "tokenselect is asked for, and 16 query heads of the model share a KV head; "
                 "tokenselect serves at most 8");
-  EXPECT_TRUE(CheckPolicy(policy, 1, 4).ok()) << CheckPolicy(policy, 1, 4);
+  EXPECT_TRUE(CheckPolicy(policy, 4).ok()) << CheckPolicy(policy, 4);
   policy = ServedPolicy();
   policy.mutable_decode()->set_top_p(0.9f);
-  ExpectRefused(CheckPolicy(policy, 1, kKvHeads), "top_p serves at most 8");
+  ExpectRefused(CheckPolicy(policy, kKvHeads), "top_p serves at most 8");
   policy = ServedPolicy();
   policy.mutable_decode()->mutable_art();
   ExpectRefused(
-      CheckPolicy(policy, 1, kKvHeads),
+      CheckPolicy(policy, kKvHeads),
       "larger groups have all, streaming, quest, hip and infinitehip, without top_p and art");
 }
 
@@ -166,10 +165,8 @@ std::string RefusedOptions(const kernels::SelectorMethod& method) {
     for (const std::string value : {"3k", "5k", "3k-fast", "3k-flash", "digest", "centre", "first",
                                     "group", "layer", "estimate", "bound"}) {
       const auto selector = method.make({{.name = option, .value = value}});
-      if (!selector.ok() || (*selector)->SupportsGpu(2).options.ok()) continue;
-      const bool over_ranks = (*selector)->SupportsGpu(1).options.ok();
-      absl::StrAppend(&refused, refused.empty() ? "" : ", ", "`", option, ": ", value, "`",
-                      over_ranks ? " over several ranks" : "");
+      if (!selector.ok() || (*selector)->SupportsGpu().options.ok()) continue;
+      absl::StrAppend(&refused, refused.empty() ? "" : ", ", "`", option, ": ", value, "`");
     }
   }
   return refused;
@@ -182,7 +179,7 @@ TEST(CudaLimits, TheDocsSayWhatRunsOnGpus) {
       "|---|---|---|---|\n";
   const auto yes_or_no = [](bool yes) { return yes ? "yes" : "no"; };
   for (const kernels::SelectorMethod& method : kernels::SelectorMethods()) {
-    const kernels::GpuSupport support = method.make({}).value()->SupportsGpu(1);
+    const kernels::GpuSupport support = method.make({}).value()->SupportsGpu();
     std::string refused = RefusedOptions(method);
     if (support.runs && !support.any_group) {
       absl::StrAppend(&refused, refused.empty() ? "" : ", ", "more than ", kernels::kMaxCudaGroup,

@@ -1,6 +1,7 @@
 // A group of GPUs against one: one process per rank, as they are served. Compares the same requests
 // over a reference model, the logits that tokens are sampled from, and the tokens; and checks the
-// reaction of the other ranks when one is gone.
+// reaction of the other ranks when one is gone. A group also shares one GPU: then its processes
+// take turns there, and a rank that waits for another waits for its turn, too.
 #include <algorithm>
 #include <chrono>
 #include <cuda_runtime_api.h>
@@ -28,7 +29,9 @@ constexpr char kText[] = "tests/model/golden/needle-8k.safetensors";
 // or not.
 constexpr float kTolerance = 0.1f;
 constexpr int64_t kAnswer = 16;
-constexpr int64_t kSlots = 8;
+constexpr int64_t kSlots = 12;
+constexpr uint32_t kPolicies = 6;
+constexpr uint32_t kFirstReusing = 4;
 // A step of one chunk is too large for sums among peers, a step of decode rows small enough.
 constexpr int64_t kChunk = 256;
 constexpr int kTooFewGpus = 77;  // exit status
@@ -39,8 +42,12 @@ EngineOptions Options() {
   infinitehip.mutable_prefill()->mutable_infinitehip()->set_preset("5k");
   infinitehip.mutable_decode()->mutable_infinitehip()->set_preset("5k");
   infinitehip.mutable_decode()->set_top_p(1);
-  options.policies = {MakePolicy("all", "all"), MakePolicy("quest", "quest"),
-                      MakePolicy("tokenselect", "tokenselect"), infinitehip};
+  options.policies = {MakePolicy("all", "all"),
+                      MakePolicy("quest", "quest"),
+                      MakePolicy("tokenselect", "tokenselect"),
+                      infinitehip,
+                      MakeLayerPolicy("tokenselect", "cosine"),
+                      MakeLayerPolicy("infinitehip", "both")};
   options.kv_dtype = kernels::DType::kBFloat16;
   options.kv.device = 256 << 20;
   options.kv.host = 128 << 20;
@@ -48,22 +55,28 @@ EngineOptions Options() {
   return options;
 }
 
-// One to eight at a time. With few pages one more or less changes the answer, and ranks that differ
-// slightly may choose another.
+// One to twelve at a time, two of each policy. With few pages one more or less changes the answer,
+// and ranks that differ slightly may choose another.
 std::vector<TestRequest> Requests() {
   const std::vector<uint32_t> text = GoldenFile(kText).Run(8000).tokens;
   std::vector<TestRequest> requests;
-  for (uint32_t i = 0; i < 8; ++i) {
+  for (uint32_t i = 0; i < 2 * kPolicies; ++i) {
     const int64_t begin = 300 * i, size = 65 + 310 * i;
     requests.push_back({.prompt = {text.begin() + begin, text.begin() + begin + size},
                         .max_tokens = kAnswer - i % 3,
-                        .policy = i % 4,
+                        .policy = i % kPolicies,
                         .prefill = MakeNumbers(32, 128, 512),
                         .decode = MakeNumbers(16, 128, 512),
                         .tail_tokens = 20,
                         .sampling = Greedy(),
                         .cached_blocks = {}});
-    if (i % 4 == 3) requests.back().decode.set_top_p(0.9f);
+    if (requests.back().policy == 3) requests.back().decode.set_top_p(0.9f);
+    if (requests.back().policy >= kFirstReusing) {
+      v1::ReusePolicy& reuse = *requests.back().decode.mutable_reuse();
+      reuse.set_theta(0.9f);
+      reuse.set_theta_force(0.5f);
+      reuse.set_max_age(20);
+    }
   }
   return requests;
 }
@@ -133,12 +146,19 @@ TestWorkerOptions ModelOptions(int rank, int size) {
 // Waits for the other ranks. From then on they may be silent for only a few seconds; null: failed.
 using Meet = std::function<std::unique_ptr<Collective>()>;
 
-// Runs `body` where there is a GPU for each rank.
-int RunRank(int rank, int size, Rendezvous& rendezvous,
+struct Group {
+  int size = 2;
+  bool shares_gpu = false;  // all ranks are on one GPU
+};
+
+// Runs `body` where there is a GPU for each rank, or one that they share.
+int RunRank(int rank, const Group& group, Rendezvous& rendezvous,
             const std::function<void(TestModel& model, const Meet& meet)>& body) {
+  const int size = group.size;
   int devices = 0;
-  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices < size) return kTooFewGpus;
-  cudaSetDevice(rank);
+  const int needed = group.shares_gpu ? 1 : size;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices < needed) return kTooFewGpus;
+  cudaSetDevice(group.shares_gpu ? 0 : rank);
   TestModel model(ModelOptions(rank, size));
   body(model, [&]() -> std::unique_ptr<Collective> {
     auto ranks = GlooCollective::Connect({.rank = rank, .size = size, .timeout = absl::Seconds(4)},
@@ -153,13 +173,13 @@ bool TooFew(const std::vector<int>& statuses) {
   return WIFEXITED(statuses[0]) && WEXITSTATUS(statuses[0]) == kTooFewGpus;
 }
 
-class CudaParallelTest : public testing::TestWithParam<int> {};
+class CudaParallelTest : public testing::TestWithParam<Group> {};
 
 // Runs twice, as groups come and go while a worker keeps its model.
 TEST_P(CudaParallelTest, RanksAnswerAsOneDoes) {
-  const int size = GetParam();
-  const std::vector<int> statuses = RunRankProcesses(size, [&](int rank, Rendezvous& rendezvous) {
-    return RunRank(rank, size, rendezvous, [&](TestModel& model, const Meet& meet) {
+  const Group& group = GetParam();
+  const auto run = [&](int rank, Rendezvous& rendezvous) {
+    return RunRank(rank, group, rendezvous, [&](TestModel& model, const Meet& meet) {
       Answers one;
       if (rank == 0) {
         TestModel alone(ModelOptions(0, 1));
@@ -180,19 +200,23 @@ TEST_P(CudaParallelTest, RanksAnswerAsOneDoes) {
       const auto& backend = static_cast<CudaBackend&>(model.transformer().backend());
       EXPECT_GT(backend.graphs().stats().replayed, 0);
     });
-  });
-  if (TooFew(statuses)) GTEST_SKIP() << "fewer than " << size << " GPUs on this machine";
+  };
+  const std::vector<int> statuses = RunRankProcesses(group.size, run);
+  if (TooFew(statuses)) GTEST_SKIP() << "too few GPUs on this machine";
   for (const int status : statuses) EXPECT_EQ(status, 0);
 }
 
-INSTANTIATE_TEST_SUITE_P(Sizes, CudaParallelTest, testing::Values(2, 4, 8),
-                         [](const auto& test) { return std::to_string(test.param) + "Gpus"; });
+std::string NameOf(const testing::TestParamInfo<Group>& test) {
+  return std::to_string(test.param.size) + (test.param.shares_gpu ? "OnOneGpu" : "Gpus");
+}
+INSTANTIATE_TEST_SUITE_P(Sizes, CudaParallelTest,
+                         testing::Values(Group{2}, Group{4}, Group{8}, Group{2, true}), NameOf);
 
 // Rank 1 gets `signal` in the middle of an answer.
 void ExpectErrorInTime(int signal) {
   constexpr int kStepsBefore = 8;
   const std::vector<int> statuses = RunRankProcesses(2, [&](int rank, Rendezvous& rendezvous) {
-    return RunRank(rank, 2, rendezvous, [&](TestModel& model, const Meet& meet) {
+    return RunRank(rank, {.size = 2}, rendezvous, [&](TestModel& model, const Meet& meet) {
       const std::unique_ptr<Collective> ranks = meet();
       ASSERT_NE(ranks, nullptr);
       const absl::Status joined = model.transformer().backend().JoinRanks(*ranks);

@@ -59,6 +59,9 @@ absl::Status CudaAttention::BeginStep(const StepInputs& inputs, const CudaStep& 
   // Query heads of all ranks that share the KV head.
   const int64_t selecting = group * inputs.shard.kv_replicas;
   KVASIR_ASSIGN_OR_RETURN(limits_, LimitsOf(inputs.batch, step.shape, selecting, step.kv));
+  select_ranks_ = CudaSelectRanks(step.ranks, inputs.shard);
+  part_ = select_ranks_.PartOf(inputs.shard);
+  limits_.heads_of_layer = part_.num_heads;
   KVASIR_RETURN_IF_ERROR(ReservePositions(inputs, step, stream, wait));
   selection_ = {
       .headers = step.table.headers.data(), .num_rows = rows, .capacity = limits_.select.capacity};
@@ -134,6 +137,7 @@ absl::Status CudaAttention::Select(const CudaStep& step, const LayerQueries& que
     params.device_rope = rope_;
     params.device_memories = MemoriesOf(step, range);
     params.most_rows = most_rows;
+    params.part = part_;
     const PageSelection rows =
         SelectionOf(queries.layer).Rows(range.begin * heads, (range.end - range.begin) * heads);
     return SelectOnGpu(*range.served, limits_, params, rows, memory, stream);

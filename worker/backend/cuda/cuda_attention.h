@@ -20,6 +20,7 @@
 #include "kernels/sparse/common/cuda_selector.h"
 #include "worker/backend/backend.h"
 #include "worker/backend/cuda/cuda_graphs.h"
+#include "worker/backend/cuda/cuda_ranks.h"
 #include "worker/backend/cuda/cuda_residency.h"
 #include "worker/backend/cuda/cuda_select.h"
 #include "worker/backend/cuda/memory/cuda_memory.h"
@@ -36,6 +37,7 @@ struct CudaStep {
   kernels::CudaRopePositions* positions = nullptr;  // of un-rotated keys; null: keys are rotated
   kernels::GroupedPositions grouped;                // of un-rotated keys; off: compact ones
   kernels::QueryRotation rotation;                  // of queries, where keys are rotated
+  CudaRanks* ranks = nullptr;                       // null: this rank is alone
 };
 
 class CudaAttention {
@@ -86,6 +88,8 @@ class CudaAttention {
   PagesOnDisk on_disk_;
   std::optional<kernels::KvTensorMaps> maps_;
   SelectLimits limits_;               // of the step
+  CudaSelectRanks select_ranks_;      // of the step
+  kernels::LayerPart part_;           // of the step's layers, that this rank holds
   kernels::PageSelection selection_;  // headers lie in the step's table
   LayerWindows windows_;              // of the model
   // The selection in layers with a window of the model. The rows of `all` in selection_ must stay.

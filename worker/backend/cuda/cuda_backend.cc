@@ -199,6 +199,7 @@ absl::StatusOr<bool> CudaBackend::BeginStep(const StepInputs& inputs) {
   step().positions = rope.positions();
   step().grouped = rope.grouped();
   step().rotation = {};
+  step().ranks = ranks_.get();
   const auto wait = [this] { return WaitForStepBefore(); };
   KVASIR_RETURN_IF_ERROR(attention_.BeginStep(inputs, step(), arenas_, stream_, wait));
   if (step().positions == nullptr) KVASIR_RETURN_IF_ERROR(ReserveAngles(rope));
@@ -379,7 +380,10 @@ absl::Status CudaBackend::Score(const TensorView& logits, int64_t first) {
 }
 
 absl::Status CudaBackend::EndStep(const StepOutputs& outputs) {
-  if (wants_ops_) KVASIR_RETURN_IF_ERROR(FindFinite(outputs));
+  if (wants_ops_) {
+    KVASIR_RETURN_IF_ERROR(kernels::FindFiniteTokens(
+        {.x = outputs.residual, .finite = step().results.finite}, stream_.get()));
+  }
   KVASIR_RETURN_IF_ERROR(graphs_.End(stream_));
   KVASIR_RETURN_IF_ERROR(FetchResults(outputs));
   return now_->fetched.Record(stream_);
@@ -397,11 +401,6 @@ absl::Status CudaBackend::Collect(StepResult& result) {
   own.inputs.reset();
   before_ = nullptr;
   return absl::OkStatus();
-}
-
-absl::Status CudaBackend::FindFinite(const StepOutputs& outputs) {
-  return kernels::FindFiniteTokens({.x = outputs.residual, .finite = step().results.finite},
-                                   stream_.get());
 }
 
 absl::Status CudaBackend::FetchResults(const StepOutputs& outputs) {

@@ -107,7 +107,6 @@ class CudaBackend final : public Backend {
   absl::Status ReserveAngles(const CudaRope& rope);
   // For the begun step, which has one token a row.
   GraphKey KeyOfStep() const;
-  absl::Status FindFinite(const StepOutputs& outputs);
   absl::Status FetchResults(const StepOutputs& outputs);
   // Waits until the step's results are there, or until a rank is missing: then the group is left.
   // Nothing else may wait for the device while ranks are at work there; taking memory would.

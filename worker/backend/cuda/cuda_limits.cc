@@ -27,7 +27,7 @@ std::string SelectorsWith(const Predicate& is_listed) {
   std::vector<absl::string_view> names;
   for (const kernels::SelectorMethod& method : kernels::SelectorMethods()) {
     const auto selector = method.make({});
-    if (selector.ok() && is_listed((*selector)->SupportsGpu(1))) names.push_back(method.name);
+    if (selector.ok() && is_listed((*selector)->SupportsGpu())) names.push_back(method.name);
   }
   std::string list;
   for (size_t i = 0; i < names.size(); ++i) {
@@ -56,7 +56,7 @@ absl::Status CheckSelector(const v1::AttentionPolicy& policy, const TransformerO
   const std::string name = v1::SelectorName(policy);
   KVASIR_ASSIGN_OR_RETURN(const auto selector,
                           kernels::MakeSelector(name, SelectorOptions(policy)));
-  const kernels::GpuSupport support = selector->SupportsGpu(model.shard.num_ranks);
+  const kernels::GpuSupport support = selector->SupportsGpu();
   if (!support.runs) {
     return NotOnGpu("the selector is ", name, "; there are ",
                     SelectorsWith([](const kernels::GpuSupport& other) { return other.runs; }));

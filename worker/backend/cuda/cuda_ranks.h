@@ -1,5 +1,5 @@
-// The other ranks of a group as a GPU's step sees them: sums and gathers on its stream, and the
-// wait for its end, which is bounded although kernels wait for peers that may be gone. It hides
+// The other ranks of a group as a GPU's step sees them: sums, maxima and gathers on its stream, and
+// the wait for its end, which is bounded although kernels wait for peers that may be gone. It hides
 // which messages go straight between GPUs and which through NCCL. Held by the CUDA backend, with
 // the stream that everything is put on; graphs of that stream are destroyed before it.
 // Thread-compatible.
@@ -20,8 +20,11 @@
 
 #include "kernels/base/device_buffer.h"
 #include "kernels/base/mutex.h"
+#include "kernels/ranks/rank_rows.h"
+#include "kernels/sparse/common/cuda_selector.h"
 #include "worker/backend/backend.h"
 #include "worker/backend/cuda/memory/cuda_memory.h"
+#include "worker/checkpoint/shard_plan.h"
 #include "worker/parallel/nccl_communicator.h"
 #include "worker/parallel/peer_sums.h"
 
@@ -31,7 +34,8 @@ class CudaRanks {
  public:
   ~CudaRanks();
   // On the current device. All ranks call it at the same time. Errors are those of
-  // NcclCommunicator::Join.
+  // NcclCommunicator::Join. Ranks that share a GPU, which NCCL refuses, do all among peers;
+  // UNAVAILABLE where they cannot.
   static absl::StatusOr<std::unique_ptr<CudaRanks>> Join(Collective& ranks);
 
   // y += sum over ranks of x. Sums are in float32, as on the CPU: partial results are not rounded
@@ -39,6 +43,9 @@ class CudaRanks {
   absl::Status AddSum(const kernels::TensorView& x, const kernels::TensorView& y,
                       const CudaStream& stream);
   absl::Status GatherColumns(const RankColumns& columns, const CudaStream& stream);
+  // Each value becomes its sum, or the largest, over the ranks.
+  absl::Status Sum(const kernels::RankRows<int64_t>& rows, cudaStream_t stream);
+  absl::Status Max(const kernels::RankRows<uint32_t>& rows, cudaStream_t stream);
 
   // A step's collectives follow, up to Wait. If none of them ends within the group's timeout, they
   // end in errors.
@@ -52,6 +59,8 @@ class CudaRanks {
  private:
   explicit CudaRanks(const Collective& ranks) : rank_(ranks.rank()), patience_(ranks.timeout()) {}
 
+  // Fills columns.gathered.
+  absl::Status Gather(const RankColumns& columns, const CudaStream& stream);
   void LookAfterSteps();
   // Looks at local state only: makes no call into NCCL.
   absl::Status LookForSilence() const;
@@ -61,9 +70,9 @@ class CudaRanks {
 
   const int rank_;
   const absl::Duration patience_;
-  std::unique_ptr<NcclCommunicator> nccl_;
-  std::unique_ptr<PeerSums> peers_;  // null: ranks cannot reach each other's memory
-  kernels::PinnedBuffer progress_;   // number of large sums and gathers that have ended
+  std::unique_ptr<NcclCommunicator> nccl_;  // null: ranks share a GPU
+  std::unique_ptr<PeerSums> peers_;         // null: ranks cannot reach each other's memory
+  kernels::PinnedBuffer progress_;          // number of large sums and gathers that have ended
 
   std::atomic<int64_t> steps_begun_ = 0;
   std::atomic<int64_t> steps_ended_ = 0;
@@ -72,6 +81,32 @@ class CudaRanks {
   kernels::CondVar leaving_;
   bool is_leaving_ GUARDED_BY(mu_) = false;
   std::thread watchdog_;
+};
+
+// The ranks of a step as selections of layer scope see them.
+class CudaSelectRanks final : public kernels::CudaLayerRanks {
+ public:
+  CudaSelectRanks() = default;
+  // Null: this rank is alone. Outlives the step.
+  CudaSelectRanks(CudaRanks* ranks, const ShardPlan& shard)
+      : ranks_(ranks), counts_(shard.replica() == 0) {}
+
+  // This rank's part of each layer.
+  kernels::LayerPart PartOf(const ShardPlan& shard) {
+    const int64_t heads = shard.kv_heads.size() * shard.num_ranks / shard.kv_replicas;
+    return {.ranks = ranks_ == nullptr ? nullptr : this,
+            .first_head = shard.kv_heads.begin,
+            .num_heads = heads};
+  }
+
+  absl::Status Sum(const kernels::RankRows<int64_t>& rows, cudaStream_t stream) override;
+  absl::Status Max(const kernels::RankRows<uint32_t>& rows, cudaStream_t stream) override {
+    return ranks_->Max(rows, stream);
+  }
+
+ private:
+  CudaRanks* ranks_ = nullptr;
+  bool counts_ = true;  // false: another rank has the same KV heads
 };
 
 }  // namespace kvasir::worker

@@ -125,7 +125,8 @@ int64_t SelectWorkspaceBytes(const StepShape& shape, const SelectLimits& limits,
     if (range.served->dense) continue;
     const int64_t blocks =
         std::min(range.end - range.begin, BlocksAtOnce(range.served->on_gpu, limits.select, kv));
-    bytes = std::max(bytes, WorkspaceBytes(range.served->on_gpu, limits.select, kv, blocks));
+    bytes = std::max({bytes, WorkspaceBytes(range.served->on_gpu, limits.select, kv, blocks),
+                      kernels::JudgeReuseWorkspaceBytes(limits.heads_of_layer, blocks)});
   }
   return bytes;
 }
@@ -154,8 +155,8 @@ absl::Status SelectOnGpu(const ServedSelector& served, const SelectLimits& limit
     };
     const PageSelection some_rows = rows.Rows(begin * heads, count * heads);
     if (served.reuse != nullptr && served.reuse->ReadsQueries()) {
-      KVASIR_RETURN_IF_ERROR(
-          kernels::JudgeReuse(some_of(params), served.selector->scope(), some_rows, stream));
+      KVASIR_RETURN_IF_ERROR(kernels::JudgeReuse(some_of(params), served.selector->scope(),
+                                                 some_rows, memory.workspace, stream));
     }
     KVASIR_RETURN_IF_ERROR(stages.selector->Select(some_of(placed), limits.select, some_rows,
                                                    memory.workspace, stream));

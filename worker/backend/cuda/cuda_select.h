@@ -26,7 +26,8 @@ absl::StatusOr<kernels::CudaStages> MakeCudaStages(const v1::AttentionPolicy& po
 // Upper limits over all rows and layers of a step.
 struct SelectLimits {
   kernels::SelectBounds select;
-  int64_t positions = 0;  // where keys are cached un-rotated: positions they are read at
+  int64_t positions = 0;       // where keys are cached un-rotated: positions they are read at
+  int64_t heads_of_layer = 0;  // KV heads of all ranks
 };
 
 // INVALID_ARGUMENT where a row's window is too small for its selector.

@@ -165,8 +165,8 @@ TEST_P(CompactSelectCudaTest, TokenSelectSelectsWhatTheCpuSelects) {
     return SelectTokens(Scope::kKvGroup, params, out, workspace, nullptr);
   };
   ExpectAlike(RunSelectOnGpu(batch, numbers, HostLists(batch, kCapacity).View(),
-                             TokenSelectWorkspaceBytes(batch.kv().View(), batch.shape().group,
-                                                       std::ssize(numbers)),
+                             TokenSelectWorkspaceBytes(Scope::kKvGroup, batch.kv().View(),
+                                                       batch.shape().group, std::ssize(numbers)),
                              Placed({}, select)),
               expected);
 }

@@ -214,7 +214,7 @@ class ReuseRun {
         params.device_memories = {device_views, views.size()};
         const PageSelection rows = out.Rows(step * kRowsOfStep, kRowsOfStep);
         if (rule_->ReadsQueries())
-          KVASIR_RETURN_IF_ERROR(JudgeReuse(params, selector_->scope(), rows, nullptr));
+          KVASIR_RETURN_IF_ERROR(JudgeReuse(params, selector_->scope(), rows, nullptr, nullptr));
         KVASIR_RETURN_IF_ERROR(method.select(params, rows, workspace));
         // Other layers work there before the next step; or that begins while this one still runs.
         if (step % 2 == 0) continue;

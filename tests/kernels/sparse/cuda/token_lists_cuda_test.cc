@@ -43,7 +43,7 @@ Lists TokenSelectOnGpu(AttentionBatch& batch, const std::vector<PolicyNumbers>& 
                        int64_t capacity, Scope scope = Scope::kKvGroup) {
   return RunSelectOnGpu(
       batch, numbers, HostLists(batch, capacity).View(),
-      TokenSelectWorkspaceBytes(batch.kv().View(), batch.shape().group, std::ssize(numbers)),
+      TokenSelectWorkspaceBytes(scope, batch.kv().View(), batch.shape().group, std::ssize(numbers)),
       [&](const CudaSelectParams& params, const PageSelection& out, std::byte* workspace) {
         return SelectTokens(scope, params, out, workspace, nullptr);
       });
@@ -190,22 +190,22 @@ TEST_P(TokenListsCudaTest, TokenSelectRemembersItsLists) {
       .capacity = kCapacity,
       .intervals = {3}};
   const DeviceSelectionMemory* const of_block = memory.Copy(&remembered, 1).value();
-  const Lists found =
-      RunSelectOnGpu(batch, {n, n, n, n}, HostLists(batch, kCapacity).View(),
-                     TokenSelectWorkspaceBytes(batch.kv().View(), batch.shape().group, 1),
-                     [&](const CudaSelectParams& params, const PageSelection& out,
-                         std::byte* workspace) -> absl::Status {
-                       for (size_t step = 0; step < 4; ++step) {
-                         CudaSelectParams one = params;
-                         one.tiles = params.tiles.subspan(step, 1);
-                         one.numbers = params.numbers.subspan(step, 1);
-                         one.device_memories = {of_block, 1};
-                         KVASIR_RETURN_IF_ERROR(SelectTokens(
-                             Scope::kKvGroup, one, out.Rows(static_cast<int64_t>(2 * step), 2),
-                             workspace, nullptr));
-                       }
-                       return absl::OkStatus();
-                     });
+  const Lists found = RunSelectOnGpu(
+      batch, {n, n, n, n}, HostLists(batch, kCapacity).View(),
+      TokenSelectWorkspaceBytes(Scope::kKvGroup, batch.kv().View(), batch.shape().group, 1),
+      [&](const CudaSelectParams& params, const PageSelection& out,
+          std::byte* workspace) -> absl::Status {
+        for (size_t step = 0; step < 4; ++step) {
+          CudaSelectParams one = params;
+          one.tiles = params.tiles.subspan(step, 1);
+          one.numbers = params.numbers.subspan(step, 1);
+          one.device_memories = {of_block, 1};
+          KVASIR_RETURN_IF_ERROR(SelectTokens(Scope::kKvGroup, one,
+                                              out.Rows(static_cast<int64_t>(2 * step), 2),
+                                              workspace, nullptr));
+        }
+        return absl::OkStatus();
+      });
   for (size_t head = 0; head < 2; ++head) {
     const auto tokens = [&](size_t step) {
       const size_t row = 2 * step + head;

@@ -13,7 +13,7 @@ class NewestSelector : public Selector {
   int64_t MaxEntries(const PolicyNumbers& numbers, int64_t tokens) const override;
   bool ReadsQueries() const override { return false; }
   SkipReason skip_reason() const override { return SkipReason::kSelectedOut; }
-  GpuSupport SupportsGpu(int64_t) const override { return {.runs = true}; }
+  GpuSupport SupportsGpu() const override { return {.runs = true}; }
 };
 
 }  // namespace kvasir::kernels
