@@ -207,7 +207,8 @@ TEST_P(PeerRowsTest, GraphsAndLaunchesMatch) {
     rank.Use();
     for (int i = 0; i < kCalls; ++i) {
       ASSERT_TRUE(Join(rank, RowsOf<int64_t>(rank, 1, kValues, false)).ok());
-      if (i == 3) ASSERT_TRUE(Join(rank, RowsOf<uint32_t>(rank, 1, 2 * kValues, false)).ok());
+      if (i != 3) continue;
+      ASSERT_TRUE(Join(rank, RowsOf<uint32_t>(rank, 1, 2 * kValues, false)).ok());
     }
   };
   const Rank& graphs = ranks_[0];
