@@ -92,7 +92,7 @@ void EngineApi::Generate(const v1::GenerateRequest& request, const RequestOrigin
 }
 
 // After Submit, so that the scheduler knows the sequence of which it is told. Without a scheduler
-// the group was lost, and the sequence has been told.
+// the group was lost, and no sequence counts as read elsewhere any more.
 void EngineApi::ReadElsewhere(SequenceId id, ElsewhereRequest request,
                               const std::shared_ptr<AnswerReadElsewhere>& answer) {
   context_.prefill->Read(std::move(request), answer,

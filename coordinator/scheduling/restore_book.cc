@@ -90,8 +90,8 @@ RestoreBook::Restorable RestoreBook::MatchOn(Sequence& sequence, TimePoint now) 
   const bool has_more = std::exchange(sequence.is_read_further, false) || asks_again;
   if (has_more && now >= peers_aside_until_ && sequence.later_blocks.empty()) {
     entry.next_at_peers = kMostAtPeers;
-    entry.peers_until =
-        After(now, options_.longest_peer_wait);  // until now it did not wait for them
+    // It did not wait for peers while there was nothing to ask them for.
+    entry.peers_until = After(now, options_.longest_peer_wait);
   }
   const int64_t begin = sequence.num_blocks();
   AddAtPeers(sequence, sequence.chain(), begin,

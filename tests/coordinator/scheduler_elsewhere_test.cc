@@ -88,6 +88,7 @@ TEST_F(SchedulerElsewhereTest, BlocksAreFetchedWhileThePromptIsRead) {
   EXPECT_EQ(scheduler_->stats().read_elsewhere, 0);
   EXPECT_EQ(scheduler_->stats().restoring, 1);
   EXPECT_THAT(plan_.restores(), SizeIs(1));
+  EXPECT_GT(scheduler_->NextDeadline().value(), now_);
   DeliverTierReport();
   ASSERT_TRUE(Step());
   EXPECT_THAT(plan_.starts(0).cached_blocks(), SizeIs(12));
@@ -242,6 +243,8 @@ TEST_F(SchedulerElsewhereTest, ItGivesWayAndAsksAgainWhenThereIsRoom) {
     ASSERT_TRUE(Step());
   }
   EXPECT_FALSE(finished_.contains(other));
+  EXPECT_EQ(scheduler_->stats().waiting, 0);
+  EXPECT_EQ(scheduler_->stats().read_elsewhere, 1);
   scheduler_->ReadElsewhere(id, 64 * 9);  // there is no room
   ASSERT_TRUE(Step());
   EXPECT_THAT(plan_.restores(), IsEmpty());

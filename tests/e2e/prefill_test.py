@@ -18,6 +18,7 @@ from support.worker import workers_of, write_secret  # noqa: E402
 
 TOKENS = 5000
 LONG = 8000  # many chunks
+CHUNK = 512 // BLOCK  # blocks of a chunk, which are sealed together
 
 
 class Servers(unittest.TestCase):
@@ -73,7 +74,8 @@ class Servers(unittest.TestCase):
         self.assertEqual(answer.finish.usage.cached_tokens.peer, shared_tokens(LONG))
         self.assertEqual(self.computed(self.decoder), LONG - shared_tokens(LONG))
         for rank in range(self.decoder_ranks):
-            self.assertEqual(peer_blocks(self.decoder, "fetched", rank), shared_tokens(LONG) // BLOCK)
+            again = peer_blocks(self.decoder, "fetched", rank) - shared_tokens(LONG) // BLOCK
+            self.assertIn(again, range(2 * CHUNK))  # came after one that was not sealed yet, and were asked for again with it
         all_bytes = fetched_bytes(self.decoder, self.decoder_ranks)
         self.assertLess(came, all_bytes)
         print(f"{came} of {all_bytes} bytes seen to come while the prompt was read")
@@ -131,7 +133,7 @@ class WhileItReads(Servers):
         answer = read_stream(stream)
         self.assertEqual(answer.token_ids, self.clean(prompt, **OPTIONS).token_ids)
         fetched = answer.finish.usage.cached_tokens.peer
-        self.assertEqual(fetched, peer_blocks(self.decoder, "fetched") * BLOCK)  # what came is used
+        self.assertGreater(fetched, peer_blocks(self.decoder, "fetched") * BLOCK - 2 * CHUNK * BLOCK)  # what came is used
         self.assertGreater(fetched, 0)
         self.assertLess(fetched, shared_tokens(LONG))
         self.assertEqual(self.computed(self.decoder), LONG - fetched)
