@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """A prompt's prefix that a replica of another degree has read, fetched over each transport: time and bandwidth of the fetch,
-and of the first token, beside computing it and beside ucx_perftest's puts in the same run.
+and of the first token, beside computing it and beside ucx_perftest's puts, in turn.
 
     tests/bench/peer_prefix.py --build build/cpu
 
@@ -73,11 +73,21 @@ class Pair:
             service.__exit__(None, None, None)
 
 
+def table_row(rows, is_first):
+    """Medians of what was measured in turn, after the first prompt, whose time stands beside them if it took memory."""
+    mib, restore, here, there, puts, large = (statistics.median(column) for column in zip(*rows[1:]))
+    times = sorted(row[1] for row in rows[1:])
+    bandwidth = mib * 1000 / restore
+    beside = f"{large:.0f} | {bandwidth / large:.2f}" if large else "- | -"
+    return (f"{mib:.0f} | {f'{rows[0][1]:.0f}' if is_first else '-'} | {restore:.0f} ({times[0]:.0f} to {times[-1]:.0f}) | {bandwidth:.0f} | "
+            f"{puts:.0f} | {bandwidth / puts:.2f} | {beside} | {here:.0f} | {there:.0f}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", default="build/cpu")
     parser.add_argument("--tokens", default="8192,32768", help="lengths of prompts")
-    parser.add_argument("--rounds", type=int, default=2, help="prompts of each length, after the first")
+    parser.add_argument("--rounds", type=int, default=3, help="prompts of each length, after the first")
     args = parser.parse_args()
     os.environ["KVASIR_BUILD"] = args.build
     from support.peers import make_prompt
@@ -98,18 +108,11 @@ def main():
             for _ in range(1 + args.rounds):
                 seed += 1
                 computed, fetched, moved = pair.fetch(make_prompt(seed, length))
-                rows.append([moved / MIB, *(span.ToMilliseconds() for span in (
-                    fetched.restore, fetched.time_to_first_token, computed.time_to_first_token))])
-            first = rows[0][1] if length == lengths[0] else "-"
-            mib, restore, here, there = (statistics.median(column) for column in zip(*rows[1:]))
-            bandwidth = mib * 1000 / restore
-            puts = perftest_put(transport, PUT_BYTES, COUNTS[transport])
-            large = "- | -"
-            if transport == "sm":
-                large_puts = perftest_put(transport, LARGE_PUT_BYTES, LARGE_PUTS)
-                large = f"{large_puts:.0f} | {bandwidth / large_puts:.2f}"
-            print(f"| {transports} | {ranks[0]} to {ranks[1]} | {length} | {mib:.0f} | {first} | {restore:.0f} | {bandwidth:.0f} | "
-                  f"{puts:.0f} | {bandwidth / puts:.2f} | {large} | {here:.0f} | {there:.0f} |", flush=True)
+                large = perftest_put(transport, LARGE_PUT_BYTES, LARGE_PUTS) if transport == "sm" else 0
+                rows.append([moved / MIB, *(span.ToMicroseconds() / 1000 for span in (
+                    fetched.restore, fetched.time_to_first_token, computed.time_to_first_token)),
+                    perftest_put(transport, PUT_BYTES, COUNTS[transport]), large])
+            print(f"| {transports} | {ranks[0]} to {ranks[1]} | {length} | {table_row(rows, length == lengths[0])} |", flush=True)
         pair.close()
 
 
