@@ -254,8 +254,13 @@ void KvStoreImpl::Bind(int64_t slot, int64_t index, Block block) {
   if (std::exchange(state.adopted, false)) adopted_.CountUse();
   std::vector<Block>& bound = slots_[static_cast<size_t>(slot)];
   if (static_cast<int64_t>(bound.size()) <= index) bound.resize(static_cast<size_t>(index) + 1);
-  pages_->Bind(slot, index, state.extent);
+  BindExtent(slot, index, state.extent);
   bound[static_cast<size_t>(index)] = std::move(block);
+}
+
+void KvStoreImpl::BindExtent(int64_t slot, int64_t index, int64_t extent) {
+  lean_bindings_ += IsLean(extent) - IsLean(pages_->BoundExtent(slot, index));
+  pages_->Bind(slot, index, extent);
 }
 
 void KvStoreImpl::Unbind(int64_t slot, int64_t first_index) {
@@ -263,17 +268,23 @@ void KvStoreImpl::Unbind(int64_t slot, int64_t first_index) {
   KVASIR_CHECK(slot >= 0 && slot < num_slots_ && first_index >= 0);
   std::vector<Block>& bound = slots_[static_cast<size_t>(slot)];
   while (static_cast<int64_t>(bound.size()) > first_index) {
-    pages_->Bind(slot, std::ssize(bound) - 1, -1);
+    BindExtent(slot, std::ssize(bound) - 1, -1);
     bound.pop_back();
   }
 }
 
 // ---- steps
 
+bool KvStoreImpl::MayRunAhead(int64_t opened) const {
+  if (lean_ == nullptr) return true;
+  return lean_bindings_ == 0 && num_whole() + opened <= whole_room();
+}
+
 absl::StatusOr<PagedKv> KvStoreImpl::BeginStep(uint32_t step) {
   KVASIR_CHECK(!in_step_ && step > step_ && step < kNeverTouched);
-  KVASIR_ASSIGN_OR_RETURN(PagedKv kv, pages_->BeginStep(step));
-  if (lean_ != nullptr) kv.on_disk = &lean_->cache();
+  const bool binds_lean = lean_bindings_ > 0;
+  KVASIR_ASSIGN_OR_RETURN(PagedKv kv, pages_->BeginStep(step, binds_lean));
+  if (binds_lean) kv.on_disk = &lean_->cache();
   in_step_ = true;
   step_ = step;
   return kv;

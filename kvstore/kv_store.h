@@ -200,6 +200,9 @@ class KvStore {
 
   // --- steps ---
 
+  // Whether a step that opens at most so many blocks may begin while the device still carries out
+  // another: no block in use leaves host memory for it, and neither reads pages on disk.
+  virtual bool MayRunAhead(int64_t opened) const = 0;
   // Returns tables for the kernels of one step, valid until EndStep. REQUIRES: step numbers ascend,
   // and the first is at least 1. Errors are the device's.
   virtual absl::StatusOr<kernels::PagedKv> BeginStep(uint32_t step) = 0;

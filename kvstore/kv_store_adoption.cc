@@ -30,7 +30,7 @@ void KvStoreImpl::WriteDueHeaders() {
     const DueHeader& due = due_headers_.front();
     const auto it = blocks_.find(due.id);
     if (it == blocks_.end() || it->second.generation != due.block.generation) continue;  // freed
-    if (it->second.corrupt) continue;
+    if (it->second.corrupt || IsLean(it->second)) continue;
     const absl::StatusOr<bool> is_whole = pages_->IsExtentWhole(it->second.extent);
     if (!is_whole.ok()) continue;  // an error of the device: the next step reports it
     if (!*is_whole) return;        // it is still being copied, and so are the later ones

@@ -70,6 +70,7 @@ absl::Status KvStoreImpl::CheckBlock(BlockId id, const BlockState& block) const 
 }
 
 absl::Status KvStoreImpl::CheckSlots() const {
+  int64_t lean_bindings = 0;
   for (int64_t slot = 0; slot < num_slots_; ++slot) {
     const std::vector<Block>& bound = slots_[static_cast<size_t>(slot)];
     for (int64_t index = 0; index < max_blocks_per_slot_; ++index) {
@@ -83,7 +84,12 @@ absl::Status KvStoreImpl::CheckSlots() const {
                                                 " is extent ", extent, ", bound to extent ",
                                                 expected));
       }
+      lean_bindings += IsLean(extent);
     }
+  }
+  if (lean_bindings != lean_bindings_) {
+    return absl::InternalError(absl::StrCat("kv store: slots name lean blocks ", lean_bindings,
+                                            " times, counted were ", lean_bindings_));
   }
   return absl::OkStatus();
 }

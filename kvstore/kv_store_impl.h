@@ -61,6 +61,7 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   BlockResidency Where(BlockId id) const override;
   void Bind(int64_t slot, int64_t index, Block block) override;
   void Unbind(int64_t slot, int64_t first_index) override;
+  bool MayRunAhead(int64_t opened) const override;
   absl::StatusOr<kernels::PagedKv> BeginStep(uint32_t step) override;
   absl::Status EndStep() override;
   std::vector<CorruptBlock> TakeCorrupt() override { return std::exchange(corrupt_, {}); }
@@ -172,9 +173,10 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   // Takes an extent of the host tier, of which a block or a transfer has room.
   absl::StatusOr<int64_t> TakeHostMemory();
   absl::Status CheckHostRoom(BlockId id) const;
-  bool IsLean(const BlockState& block) const {
-    return lean_ != nullptr && lean_->range().contains(block.extent);
-  }
+  bool IsLean(int64_t extent) const { return lean_ != nullptr && lean_->range().contains(extent); }
+  bool IsLean(const BlockState& block) const { return IsLean(block.extent); }
+  // Makes `extent` block `index` of the slot; -1: there is none.
+  void BindExtent(int64_t slot, int64_t index, int64_t extent);
   // Blocks that may lie whole in the host tier, and those that do and are used.
   int64_t whole_room() const { return host_.num_extents() - spare_extents_; }
   int64_t num_whole() const {
@@ -252,6 +254,7 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   absl::flat_hash_map<BlockId, BlockState> blocks_;
   int64_t num_unused_ = 0;              // of blocks that are not lean
   std::vector<BlockId> extent_blocks_;  // [extent or lean block], no id while it is free
+  int64_t lean_bindings_ = 0;           // entries of slots that name lean blocks
   bool in_step_ = false;
   uint32_t step_ = 0;
   uint64_t next_generation_ = 1;

@@ -110,7 +110,7 @@ void KvStoreImpl::Shed(BlockId id, std::unique_ptr<HeldExtent> held) {
   for (int64_t slot = 0; slot < num_slots_; ++slot) {
     const std::vector<Block>& bound = slots_[static_cast<size_t>(slot)];
     for (int64_t index = 0; index < std::ssize(bound); ++index) {
-      if (pages_->BoundExtent(slot, index) == from) pages_->Bind(slot, index, lean);
+      if (pages_->BoundExtent(slot, index) == from) BindExtent(slot, index, lean);
     }
   }
   pages_->Free(from);

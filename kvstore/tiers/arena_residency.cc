@@ -162,7 +162,7 @@ int64_t ArenaResidency::PagesInDevice(int64_t extent) const {
 
 // ---- steps
 
-absl::StatusOr<PagedKv> ArenaResidency::BeginStep(uint32_t step) {
+absl::StatusOr<PagedKv> ArenaResidency::BeginStep(uint32_t step, bool /*binds_lean*/) {
   step_ = step;
   return PagedKv{.layout = layout_,
                  .block_extents = block_extents_.data(),

@@ -33,7 +33,7 @@ class ArenaResidency final : public PageResidency {
     return block_extents_[static_cast<size_t>(slot * max_blocks_per_slot_ + index)];
   }
   int64_t PagesInDevice(int64_t extent) const override;
-  absl::StatusOr<kernels::PagedKv> BeginStep(uint32_t step) override;
+  absl::StatusOr<kernels::PagedKv> BeginStep(uint32_t step, bool binds_lean) override;
   absl::StatusOr<std::vector<CorruptExtent>> EndStep() override;
   int64_t device_pages() const override { return device_.num_slots(); }
   int64_t pinned_pages() const override { return device_.num_pinned(); }

@@ -107,8 +107,9 @@ class PageResidency {
 
   // --- steps
 
-  // Returns tables for the kernels of one step, valid until EndStep.
-  virtual absl::StatusOr<kernels::PagedKv> BeginStep(uint32_t step) = 0;
+  // Returns tables for the kernels of one step, valid until EndStep. `binds_lean`: lean blocks are
+  // bound, whose pages the kernels may ask for until EndStep.
+  virtual absl::StatusOr<kernels::PagedKv> BeginStep(uint32_t step, bool binds_lean) = 0;
   // Collects accesses and misses, promotes, evicts. Returns the extents found corrupt, each once.
   virtual absl::StatusOr<std::vector<CorruptExtent>> EndStep() = 0;
 

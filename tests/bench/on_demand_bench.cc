@@ -7,9 +7,10 @@
 //   CASE  first token s  of the KV read until then %  tokens/s  a step: pages read, waited for;
 //   guesses used, late, wasted  same bits
 //
-//   on_demand_bench MODEL FOLDER TOKENS          an empty folder on the disk to measure
-//   on_demand_bench MODEL FOLDER TOKENS dense    the first token after a dense prefill, and no more
+//   on_demand_bench MODEL FOLDER TOKENS DEVICE          an empty folder on the disk to measure
+//   on_demand_bench MODEL FOLDER TOKENS DEVICE dense    the first token after a dense prefill alone
 //
+// DEVICE is cpu or cuda. On a GPU the device tier has room for one layer more.
 // A MODEL without weights is a shape with random ones: tests/model/shapes/one-kv-head has the KV of
 // one head of Llama 3.1 8B, in all layers, and one query head.
 #include <chrono>
@@ -42,7 +43,7 @@ constexpr int64_t kChunk = 2048;
 constexpr uint64_t kRestoredIds = 10'000'000;
 
 struct Arguments {
-  std::string model, folder;
+  std::string model, folder, device;
   int64_t tokens = 0;  // of the document: whole blocks
   bool dense = false;
 };
@@ -68,6 +69,7 @@ class Bench {
                 .dtype = kernels::DType::kBFloat16,
                 .max_model_len = arguments.tokens + 1024,
                 .num_threads = 2,
+                .device = arguments.device,
                 .edit_weights = {}}),
         layout_(model_.transformer().kv_layout(kernels::DType::kBFloat16)) {
     std::mt19937 random(1);
@@ -135,8 +137,11 @@ class Bench {
   }
   EngineOptions OnDemand() const {
     EngineOptions options = InMemory();
+    options.on_demand_bytes = kv_bytes() + kv_bytes() / 16;
     options.kv = {.device = kv_bytes() / 50, .host = kv_bytes() / 10};
-    options.on_demand_bytes = kv_bytes() + kv_bytes() / 4;
+    if (arguments_.device != "cpu") {
+      options.kv.device += options.on_demand_bytes / layout_.num_layers;
+    }
     return options;
   }
   std::unique_ptr<TestWorker> Start(const v1::SparsityPolicy& policy, EngineOptions options) {
@@ -274,12 +279,16 @@ void Run(const Arguments& arguments) {
 }  // namespace kvasir::worker
 
 int main(int argc, char** argv) {
-  if (argc != 4 && !(argc == 5 && std::strcmp(argv[4], "dense") == 0)) {
-    std::fprintf(stderr, "usage: %s MODEL FOLDER TOKENS [dense]\n", argv[0]);
+  if (argc != 5 && !(argc == 6 && std::strcmp(argv[5], "dense") == 0)) {
+    std::fprintf(stderr, "usage: %s MODEL FOLDER TOKENS DEVICE [dense]\n", argv[0]);
     return 2;
   }
   const int64_t tokens =
       std::atoll(argv[3]) / kvasir::kernels::kPageTokens * kvasir::kernels::kPageTokens;
-  kvasir::worker::Run({.model = argv[1], .folder = argv[2], .tokens = tokens, .dense = argc == 5});
+  kvasir::worker::Run({.model = argv[1],
+                       .folder = argv[2],
+                       .device = argv[4],
+                       .tokens = tokens,
+                       .dense = argc == 6});
   return 0;
 }

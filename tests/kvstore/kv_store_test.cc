@@ -1,4 +1,5 @@
 #include "kvstore/kv_store.h"
+#include "tests/kvstore/forwarding_residency.h"
 
 #include <algorithm>
 #include <cstring>
@@ -77,38 +78,17 @@ class KvStoreTest : public ::testing::Test {
   uint32_t step_ = 0;
 };
 
-// An arena whose host memory is available only for some rows.
-class ScarceMemory final : public PageResidency {
+// An arena whose host memory is available only for some extents.
+class ScarceMemory final : public ForwardingResidency {
  public:
-  ScarceMemory(std::unique_ptr<PageResidency> inner, int64_t rows)
-      : inner_(std::move(inner)), rows_(rows) {}
-
-  HostSlab& host() override { return inner_->host(); }
-  absl::Status AwaitExtent(int64_t row) override {
-    return row < rows_ ? absl::OkStatus() : absl::ResourceExhaustedError("it did not come");
+  ScarceMemory(std::unique_ptr<PageResidency> inner, int64_t extents)
+      : ForwardingResidency(std::move(inner)), extents_(extents) {}
+  absl::Status AwaitExtent(int64_t extent) override {
+    return extent < extents_ ? absl::OkStatus() : absl::ResourceExhaustedError("it did not come");
   }
-  absl::Status Open(int64_t row) override { return inner_->Open(row); }
-  absl::Status Seal(int64_t row, const PrefixHash& hash) override {
-    return inner_->Seal(row, hash);
-  }
-  absl::StatusOr<bool> IsExtentWhole(int64_t row) override { return inner_->IsExtentWhole(row); }
-  void Restore(int64_t row, const PrefixHash& hash) override { inner_->Restore(row, hash); }
-  void Free(int64_t row) override { inner_->Free(row); }
-  void Bind(int64_t slot, int64_t index, int64_t row) override { inner_->Bind(slot, index, row); }
-  int64_t BoundExtent(int64_t slot, int64_t index) const override {
-    return inner_->BoundExtent(slot, index);
-  }
-  int64_t PagesInDevice(int64_t row) const override { return inner_->PagesInDevice(row); }
-  absl::StatusOr<PagedKv> BeginStep(uint32_t step) override { return inner_->BeginStep(step); }
-  absl::StatusOr<std::vector<CorruptExtent>> EndStep() override { return inner_->EndStep(); }
-  int64_t device_pages() const override { return inner_->device_pages(); }
-  int64_t pinned_pages() const override { return inner_->pinned_pages(); }
-  ResidencyStats stats() const override { return inner_->stats(); }
-  absl::Status CheckIntegrity() const override { return inner_->CheckIntegrity(); }
 
  private:
-  const std::unique_ptr<PageResidency> inner_;
-  const int64_t rows_;
+  const int64_t extents_;
 };
 
 TEST_F(KvStoreTest, ABlockWhoseHostMemoryDoesNotComeIsRefused) {

@@ -191,8 +191,11 @@ class Backend {
   // earlier step may feed tokens of the batch (StepBatch::fed_by), wherever they are sampled.
   virtual bool RunsAhead() const = 0;
 
-  // Whether kernels read pages that lie on disk only (kernels/paged/absent_pages.h).
-  virtual bool ReadsPagesOnDisk() const { return false; }
+  // UNIMPLEMENTED, naming what to change, for policies that the backend cannot serve while pages
+  // lie on disk only (kernels/paged/absent_pages.h). REQUIRES: the policies passed CheckPolicies.
+  virtual absl::Status CheckOnDemand(std::span<const v1::SparsityPolicy> /*policies*/) const {
+    return absl::OkStatus();
+  }
 
   // Whether Attend tells the meter how much attention mass the selections kept.
   virtual bool MeasuresMass() const = 0;

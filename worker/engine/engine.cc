@@ -152,6 +152,9 @@ bool Engine::MayBegin(const v1::StepPlan& plan) const {
       !plan.imports().empty()) {
     return false;
   }
+  int64_t opened = 0;  // at most
+  for (const v1::StepRow& row : plan.rows()) opened += row.num_tokens() / kPageTokens + 1;
+  if (!store_->MayRunAhead(opened)) return false;
   return std::all_of(plan.rows().begin(), plan.rows().end(), [this](const v1::StepRow& row) {
     const Sequence* sequence = slots_->Find(row.slot());
     return sequence != nullptr && !CountsTokens(sequence->sampling) &&

@@ -133,9 +133,10 @@ inline constexpr int64_t kMaxCudaGroup = 8;
 // How far a selector's kernels for GPUs (methods_cuda.cc) go. The refusals of --device=cuda and the
 // table in docs/sparse_methods.md are made from it.
 struct GpuSupport {
-  bool runs = false;      // it has kernels
-  bool reuses = false;    // they recall and remember lists
-  bool any_group = true;  // they serve more than kMaxCudaGroup query heads of a KV head
+  bool runs = false;        // it has kernels
+  bool reuses = false;      // they recall and remember lists
+  bool reads_keys = false;  // where they lie, and not only their digests
+  bool any_group = true;    // they serve more than kMaxCudaGroup query heads of a KV head
   // UNIMPLEMENTED, naming the option and the value to use, where they do not serve an option.
   absl::Status options = absl::OkStatus();
 };

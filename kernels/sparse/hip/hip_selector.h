@@ -31,7 +31,9 @@ class HipSelector : public Selector {
   int64_t MaxEntries(const PolicyNumbers& numbers, int64_t tokens) const override;
   bool ReadsQueries() const override { return true; }
   SkipReason skip_reason() const override { return SkipReason::kSelectedOut; }
-  GpuSupport SupportsGpu() const override { return {.runs = true, .reuses = true}; }
+  GpuSupport SupportsGpu() const override {
+    return {.runs = true, .reuses = true, .reads_keys = true};
+  }
 };
 
 }  // namespace kvasir::kernels

@@ -59,7 +59,7 @@ class TokenSelectSelector : public Selector {
   Scope scope() const override { return scope_; }
   SkipReason skip_reason() const override { return SkipReason::kSelectedOut; }
   GpuSupport SupportsGpu() const override {
-    return {.runs = true, .reuses = true, .any_group = false};
+    return {.runs = true, .reuses = true, .reads_keys = true, .any_group = false};
   }
 
  private:

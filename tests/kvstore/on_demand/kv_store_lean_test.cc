@@ -11,6 +11,7 @@
 #include "absl/time/time.h"
 
 #include "kvstore/kv_store.h"
+#include "tests/kvstore/forwarding_residency.h"
 #include "tests/kvstore/store_user.h"
 #include "tests/kvstore/test_blocks.h"
 #include "tests/support/scratch_directory.h"
@@ -109,6 +110,32 @@ TEST_F(KvStoreLeanTest, BlocksInUseLeaveAFullHostTierOnceTheyAreStored) {
   ExpectIntegrity();
   for (int64_t id = 1; id <= 2 * room; ++id) ExpectHolds(id, static_cast<uint32_t>(id));
   EXPECT_EQ(store_->stats().pages.reads, kPages * stats.shed_blocks);
+}
+
+// A block's header may be due for a while after the block has left the host tier, where seals end
+// later, as on a GPU.
+TEST_F(KvStoreLeanTest, ABlockThatLeftBeforeItsHeaderWasWrittenNeedsNone) {
+  class SlowSeals final : public ForwardingResidency {
+   public:
+    using ForwardingResidency::ForwardingResidency;
+    bool SealsAtOnce() const override { return false; }
+    absl::StatusOr<bool> IsExtentWhole(int64_t extent) override {
+      EXPECT_LT(extent, host().num_extents());
+      absl::SleepFor(absl::Milliseconds(1));  // so that headers make long pauses
+      return true;
+    }
+  };
+  const auto make = [](const ResidencyOptions& options) {
+    return absl::StatusOr<std::unique_ptr<PageResidency>>(
+        std::make_unique<SlowSeals>(ArenaResidency::Make(options).value()));
+  };
+  store_.reset();
+  store_ = KvStore::Create(Options(), OpenDiskTier(disk_.Options(1000)).value(), make).value();
+  const int64_t room = store_->stats().host_blocks_total;
+  MakeMany(1, 2 * room);
+  EXPECT_GE(store_->stats().shed_blocks, room);
+  Flush();
+  for (int64_t id = 1; id <= 2 * room; ++id) ExpectHolds(id, static_cast<uint32_t>(id));
 }
 
 TEST_F(KvStoreLeanTest, ABoundBlockThatLeavesStaysBound) {

@@ -58,7 +58,6 @@ class CpuBackend final : public Backend {
 
   bool StartsSlowly() const override { return false; }
   bool RunsAhead() const override { return false; }
-  bool ReadsPagesOnDisk() const override { return true; }
   bool MeasuresMass() const override { return true; }
   absl::StatusOr<bool> BeginStep(const StepInputs& step) override;
   absl::Status EmbedTokens(const kernels::TensorView& table, const kernels::TensorView& y) override;

@@ -49,7 +49,7 @@ absl::Status CudaAttention::BeginStep(const StepInputs& inputs, const CudaStep& 
                                       const KvArenas& arenas, const CudaStream& stream,
                                       WaitForDevice wait) {
   const kernels::KvLayout& layout = step.kv.layout;
-  if (BringsPages()) on_disk_.mailbox->ServeFrom(*step.kv.on_disk);
+  if (step.kv.on_disk != nullptr) on_disk_.mailbox->ServeFrom(*step.kv.on_disk);
   if (!maps_.has_value()) {
     KVASIR_ASSIGN_OR_RETURN(maps_, kernels::MakeKvTensorMaps(layout, arenas.device, arenas.host));
   }
@@ -208,7 +208,7 @@ absl::Status CudaAttention::Attend(const CudaStep& step, const LayerQueries& que
 
 absl::Status CudaAttention::BringPages(const CudaStep& step, int64_t layer,
                                        cudaStream_t stream) const {
-  if (!BringsPages()) return absl::OkStatus();
+  if (step.kv.on_disk == nullptr) return absl::OkStatus();
   return kernels::BringPages(on_disk_.state, on_disk_.mailbox->view(),
                              {.kv = step.kv,
                               .layer = layer,

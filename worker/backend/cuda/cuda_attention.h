@@ -42,9 +42,8 @@ struct CudaStep {
 
 class CudaAttention {
  public:
-  // From now on, what selections name is brought from disk where it lies there only.
-  void BringFrom(const PagesOnDisk& on_disk) { on_disk_ = on_disk; }
-  bool BringsPages() const { return on_disk_.mailbox != nullptr; }
+  // In steps with pages on disk (PagedKv.on_disk), what selections name is brought this way.
+  void BringWith(const PagesOnDisk& on_disk) { on_disk_ = on_disk; }
   // Takes the memory that the step needs. `arenas` hold all pages, the same ones in every step.
   absl::Status BeginStep(const StepInputs& inputs, const CudaStep& step, const KvArenas& arenas,
                          const CudaStream& stream, WaitForDevice wait);

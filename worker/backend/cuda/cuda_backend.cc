@@ -101,6 +101,10 @@ absl::Status CudaBackend::CheckPolicies(std::span<const v1::SparsityPolicy> poli
   return CheckCudaPolicies(policies, model);
 }
 
+absl::Status CudaBackend::CheckOnDemand(std::span<const v1::SparsityPolicy> policies) const {
+  return CheckCudaOnDemand(policies);
+}
+
 absl::Status CudaBackend::Serve(const v1::AttentionPolicy& policy, ServedSelector& served) const {
   KVASIR_ASSIGN_OR_RETURN(served.on_gpu, MakeCudaStages(policy));
   return absl::OkStatus();
@@ -118,7 +122,7 @@ absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> CudaBackend::MakeResiden
   for (InFlightStep& own : own_) own.inputs.reset();  // steps that an earlier engine has left
   KVASIR_ASSIGN_OR_RETURN(auto residency, CudaResidency::Make(options, stream_, executor()));
   arenas_ = residency->arenas();
-  attention_.BringFrom(residency->pages_on_disk());
+  attention_.BringWith(residency->pages_on_disk());
   return residency;
 }
 
@@ -277,6 +281,7 @@ GraphKey CudaBackend::KeyOfStep() const {
     key.Add("range.end", range.end);
   }
   for (const int64_t layer : step.number_sets) key.Add("number_set", layer);
+  key.Add("kv.on_disk", kv.on_disk);
   attention_.AddTo(key);
   return key;
 }

@@ -57,8 +57,8 @@ class CudaBackend final : public Backend {
   bool StartsSlowly() const override { return true; }
   // Not with other ranks: after kernels that wait for a missing rank, the queue of launches may
   // fill up, and a launch may wait without bound.
-  // Nor with pages on disk: blocks may leave host memory between steps.
-  bool RunsAhead() const override { return ranks_ == nullptr && !attention_.BringsPages(); }
+  bool RunsAhead() const override { return ranks_ == nullptr; }
+  absl::Status CheckOnDemand(std::span<const v1::SparsityPolicy> policies) const override;
   bool MeasuresMass() const override { return false; }
   absl::StatusOr<bool> BeginStep(const StepInputs& step) override;
   absl::Status EmbedTokens(const kernels::TensorView& table, const kernels::TensorView& y) override;

@@ -128,4 +128,21 @@ absl::Status CheckCudaPolicies(std::span<const v1::SparsityPolicy> policies,
   return absl::OkStatus();
 }
 
+absl::Status CheckCudaOnDemand(std::span<const v1::SparsityPolicy> policies) {
+  for (const v1::SparsityPolicy& policy : policies) {
+    for (const v1::AttentionPolicy* const part : {&policy.prefill(), &policy.decode()}) {
+      const std::string name = v1::SelectorName(*part);
+      KVASIR_ASSIGN_OR_RETURN(const auto selector,
+                              kernels::MakeSelector(name, SelectorOptions(*part)));
+      if (!selector->SupportsGpu(/*num_ranks=*/1).reads_keys) continue;
+      return NotOnGpu("the selector ", name, " reads the keys of pages, which lie on disk with ",
+                      "--kv-on-demand-size-gb; there are ",
+                      SelectorsWith([](const kernels::GpuSupport& other) {
+                        return other.runs && !other.reads_keys;
+                      }));
+    }
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace kvasir::worker

@@ -32,4 +32,7 @@ absl::Status CheckCudaModel(const TransformerOptions& model, kernels::DType kv_d
 absl::Status CheckCudaPolicies(std::span<const v1::SparsityPolicy> policies,
                                const TransformerOptions& model);
 
+// Refuses selectors that read keys where they lie: a GPU brings pages from disk for attention only.
+absl::Status CheckCudaOnDemand(std::span<const v1::SparsityPolicy> policies);
+
 }  // namespace kvasir::worker

@@ -301,8 +301,9 @@ absl::StatusOr<std::vector<int32_t>> CudaResidency::FetchExtentPages() const {
 
 // ---- steps
 
-absl::StatusOr<kernels::PagedKv> CudaResidency::BeginStep(uint32_t step) {
+absl::StatusOr<kernels::PagedKv> CudaResidency::BeginStep(uint32_t step, bool binds_lean) {
   step_ = step;
+  binds_lean_ = binds_lean;
   KVASIR_RETURN_IF_ERROR(digests_);
   KVASIR_RETURN_IF_ERROR(CarryOut(step));
   return kernels::PagedKv{.layout = layout_,
@@ -407,7 +408,7 @@ absl::StatusOr<std::vector<kvstore::CorruptExtent>> CudaResidency::EndStep() {
   KVASIR_RETURN_IF_ERROR(stream_.CopyToHost(&counters, state_.counters, sizeof(ResidencyCounters)));
   KVASIR_RETURN_IF_ERROR(counted_[parity].Record(stream_));
   extent_pages_.clear();
-  if (mailbox_ != nullptr) KVASIR_RETURN_IF_ERROR(stream_.Wait());
+  if (binds_lean_) KVASIR_RETURN_IF_ERROR(stream_.Wait());
   if (seen_.without_room == 0) return std::vector<kvstore::CorruptExtent>();
   return absl::InternalError(
       absl::StrCat("residency: ", seen_.without_room, " pages of opened blocks found no slot of ",

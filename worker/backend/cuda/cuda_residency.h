@@ -9,8 +9,8 @@
 //   | stream of fills                                     | copy the planned fills |
 //
 // Lean blocks (kvstore/on_demand/) follow the extents in the tables. What the device keeps of them
-// are bounds and key codes; their pages come into slots within a step (page_mailbox.h). With lean
-// blocks, EndStep waits for the device: until then its kernels ask for pages.
+// are bounds and key codes; their pages come into slots within a step (page_mailbox.h). In a step
+// that binds lean blocks, EndStep waits for the device: until then its kernels ask for pages.
 //
 // A page's bytes are not verified between the two tiers: both memories and the link correct errors.
 // Checksums are made on the host, for blocks that the tier below asks for. Counters are those after
@@ -81,7 +81,7 @@ class CudaResidency final : public kvstore::PageResidency {
   }
   // Waits for the device at its first call after a step.
   int64_t PagesInDevice(int64_t extent) const override;
-  absl::StatusOr<kernels::PagedKv> BeginStep(uint32_t step) override;
+  absl::StatusOr<kernels::PagedKv> BeginStep(uint32_t step, bool binds_lean) override;
   absl::StatusOr<std::vector<kvstore::CorruptExtent>> EndStep() override;
   void EndSteps() override {
     if (mailbox_ != nullptr) mailbox_->Stop();
@@ -165,6 +165,7 @@ class CudaResidency final : public kvstore::PageResidency {
   int64_t sealed_blocks_ = 0;
   ResidencyCommands commands_;
   uint32_t step_ = 0;
+  bool binds_lean_ = false;  // the step
   absl::Status digests_;  // the first error of CopyDigests
 
   CommandUpload upload_;
