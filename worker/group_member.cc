@@ -200,10 +200,6 @@ absl::StatusOr<std::unique_ptr<Collective>> GroupMember::Connect(const v1::Shard
 absl::StatusOr<std::unique_ptr<Engine>> GroupMember::MakeEngine(const v1::ShardPlan& plan,
                                                                 Collective& collective,
                                                                 const Progress& progress) {
-  if (plan.kv().kv_on_demand_size_gb() > 0) {
-    const std::vector<v1::SparsityPolicy> policies(plan.policies().begin(), plan.policies().end());
-    KVASIR_RETURN_IF_ERROR(backend_.CheckOnDemand(policies));
-  }
   const absl::string_view hash(reinterpret_cast<const char*>(model_->weights_hash.data()),
                                model_->weights_hash.size());
   const EngineOptions options = {

@@ -116,12 +116,8 @@ __device__ void TakePage(const BringLaunch& p, int64_t i, uint64_t ticket, volat
     AddTo(&s.counters->free_slots, 1);
     return;
   }
-  s.pages[page] = PageRef::OfAligned(s.shape.slot_memory(slot), PageTier::kDevice);
   s.last_touched[page] = kNeverTouched;
-  s.missed_bytes[page] = 0;
-  s.slot_pages[slot] = static_cast<int32_t>(page);
-  s.slot_seen[slot] = 0;
-  s.slot_states[slot] = SlotState::kCached;
+  EnterSlot(s, page, slot, SlotState::kCached);
   AddTo(&s.counters->promotions, 1);
 }
 

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kExtentThreads = 256;
 constexpr int kScanThreads = 256;
-constexpr int kCountThreads = 128;
+constexpr int kSurveyThreads = 128;
 
 // ---- extents
 
@@ -52,10 +52,7 @@ __global__ void OpenKernel(const __grid_constant__ ResidencyState s, const int32
     s.missed_bytes[page] = 0;
     if (i >= taken) continue;
     const int32_t slot = s.taken[i];
-    s.pages[page] = PageRef::OfAligned(s.shape.slot_memory(slot), PageTier::kDevice);
-    s.slot_pages[slot] = static_cast<int32_t>(page);
-    s.slot_states[slot] = SlotState::kPinned;
-    s.slot_seen[slot] = 0;
+    EnterSlot(s, page, slot, SlotState::kPinned);
   }
   if (Thread() == 0) s.counters->without_room += wanted - taken;
 }
@@ -107,11 +104,7 @@ __global__ void MapKernel(const __grid_constant__ ResidencyState s) {
       ++given_up;
       continue;
     }
-    s.pages[fill.page] = PageRef::OfAligned(s.shape.slot_memory(fill.slot), PageTier::kDevice);
-    s.missed_bytes[fill.page] = 0;
-    s.slot_pages[fill.slot] = fill.page;
-    s.slot_states[fill.slot] = SlotState::kCached;
-    s.slot_seen[fill.slot] = 0;
+    EnterSlot(s, fill.page, fill.slot, SlotState::kCached);
   }
   PlaceOf(given_up, memory);
   if (Thread() != 0) return;
@@ -199,16 +192,21 @@ __global__ void ChooseKernel(const __grid_constant__ ResidencyState s, uint32_t 
 }
 
 // One warp an extent.
-__global__ void CountKernel(const __grid_constant__ ResidencyState s, int32_t* counts) {
+__global__ void SurveyKernel(const __grid_constant__ ResidencyState s, ExtentUse* uses) {
   for (int64_t extent = FirstUnit(); extent < s.shape.num_blocks(); extent += UnitStride()) {
-    const PageRef* const pages = s.pages + extent * s.shape.pages_per_extent;
-    int count = 0;
-    for (int64_t first = 0; first < s.shape.pages_per_extent; first += kWarpThreads) {
-      const int64_t i = first + Thread() % kWarpThreads;
-      const bool in_device = i < s.shape.pages_per_extent && pages[i].tier() == PageTier::kDevice;
-      count += __popc(__ballot_sync(kAllLanes, in_device));
+    const int64_t first = extent * s.shape.pages_per_extent;
+    unsigned pages = 0;
+    uint32_t last = 0;
+    for (int64_t i = Thread() % kWarpThreads; i < s.shape.pages_per_extent; i += kWarpThreads) {
+      pages += s.pages[first + i].tier() == PageTier::kDevice ? 1 : 0;
+      const uint32_t touched = s.last_touched[first + i];
+      if (touched != kNeverTouched) last = max(last, touched);
     }
-    if (Thread() % kWarpThreads == 0) counts[extent] = count;
+    const auto device_pages = static_cast<int32_t>(__reduce_add_sync(kAllLanes, pages));
+    const uint32_t last_read = __reduce_max_sync(kAllLanes, last);
+    if (Thread() % kWarpThreads == 0) {
+      uses[extent] = {.device_pages = device_pages, .last_read = last_read};
+    }
   }
 }
 
@@ -271,10 +269,10 @@ absl::Status PlanFills(const ResidencyState& s, uint32_t step, cudaStream_t stre
   return Launched("launching plan_fills");
 }
 
-absl::Status CountDevicePages(const ResidencyState& s, std::span<int32_t> counts,
-                              cudaStream_t stream) {
-  CountKernel<<<kWideBlocks, kCountThreads, 0, stream>>>(s, counts.data());
-  return Launched("launching count_device_pages");
+absl::Status SurveyExtents(const ResidencyState& s, std::span<ExtentUse> uses,
+                           cudaStream_t stream) {
+  SurveyKernel<<<kWideBlocks, kSurveyThreads, 0, stream>>>(s, uses.data());
+  return Launched("launching survey_extents");
 }
 
 absl::Status BeginResidencyStep(uint32_t step, uint32_t* step_number,

@@ -119,6 +119,11 @@ struct AskedPage {
   int32_t slot = 0;
 };
 
+struct ExtentUse {
+  int32_t device_pages = 0;  // in the device tier
+  uint32_t last_read = 0;    // step of the last read of a page; 0: there was none
+};
+
 // All arrays lie in one allocation, in the memory of the ops that use it.
 struct ResidencyState {
   ResidencyShape shape;
@@ -167,7 +172,7 @@ void MapFills(const ResidencyState& state);
 // Runs after step `step` and counts its hits and misses. REQUIRES: MapFills has run.
 void PlanFills(const ResidencyState& state, uint32_t step);
 void CopyFills(const ResidencyState& state);
-// Writes the number of each extent's pages in the device tier to `counts`: [num_extents].
-void CountDevicePages(const ResidencyState& state, std::span<int32_t> counts);
+// Writes how each block is used to `uses`: [num_blocks]. What is said of free ones means nothing.
+void SurveyExtents(const ResidencyState& state, std::span<ExtentUse> uses);
 
 }  // namespace kvasir::kernels

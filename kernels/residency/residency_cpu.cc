@@ -216,12 +216,16 @@ void CopyFills(const ResidencyState& s) {
   }
 }
 
-void CountDevicePages(const ResidencyState& s, std::span<int32_t> counts) {
+void SurveyExtents(const ResidencyState& s, std::span<ExtentUse> uses) {
   for (int64_t extent = 0; extent < s.shape.num_blocks(); ++extent) {
-    const PageRef* const pages = s.pages + extent * s.shape.pages_per_extent;
-    counts[static_cast<size_t>(extent)] = static_cast<int32_t>(
-        std::count_if(pages, pages + s.shape.pages_per_extent,
-                      [](const PageRef& page) { return page.tier() == PageTier::kDevice; }));
+    ExtentUse use;
+    const int64_t first = extent * s.shape.pages_per_extent;
+    for (int64_t page = first; page < first + s.shape.pages_per_extent; ++page) {
+      use.device_pages += s.pages[page].tier() == PageTier::kDevice ? 1 : 0;
+      if (s.last_touched[page] == kNeverTouched) continue;
+      use.last_read = std::max(use.last_read, s.last_touched[page]);
+    }
+    uses[static_cast<size_t>(extent)] = use;
   }
 }
 

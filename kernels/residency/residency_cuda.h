@@ -35,8 +35,8 @@ absl::Status FreeExtents(const ResidencyState& state, std::span<const int32_t> e
 absl::Status MapFills(const ResidencyState& state, cudaStream_t stream);
 absl::Status PlanFills(const ResidencyState& state, uint32_t step, cudaStream_t stream);
 absl::Status CopyFills(const ResidencyState& state, cudaStream_t stream);
-absl::Status CountDevicePages(const ResidencyState& state, std::span<int32_t> counts,
-                              cudaStream_t stream);
+absl::Status SurveyExtents(const ResidencyState& state, std::span<ExtentUse> uses,
+                           cudaStream_t stream);
 
 // A changed entry of a table of block extents (PagedKv).
 struct BlockExtentChange {

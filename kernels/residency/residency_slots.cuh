@@ -129,6 +129,15 @@ inline __device__ int64_t TakeSlots(const ResidencyState& s, int64_t wanted, con
   return taken;
 }
 
+inline __device__ void EnterSlot(const ResidencyState& s, int64_t page, int64_t slot,
+                                 SlotState state) {
+  s.pages[page] = PageRef::OfAligned(s.shape.slot_memory(slot), PageTier::kDevice);
+  s.missed_bytes[page] = 0;
+  s.slot_pages[slot] = static_cast<int32_t>(page);
+  s.slot_states[slot] = state;
+  s.slot_seen[slot] = 0;
+}
+
 // Does not count the slot as free; the caller does.
 inline __device__ void FreeSlot(const ResidencyState& s, int64_t slot) {
   s.slot_pages[slot] = -1;

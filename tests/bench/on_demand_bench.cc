@@ -7,12 +7,13 @@
 //   CASE  first token s  of the KV read until then %  tokens/s  a step: pages read, waited for;
 //   guesses used, late, wasted  same bits
 //
-//   on_demand_bench MODEL FOLDER TOKENS DEVICE          an empty folder on the disk to measure
+//   on_demand_bench MODEL FOLDER TOKENS DEVICE [CASE]   an empty folder on the disk to measure
 //   on_demand_bench MODEL FOLDER TOKENS DEVICE dense    the first token after a dense prefill alone
 //
-// DEVICE is cpu or cuda. On a GPU the device tier has room for one layer more.
-// A MODEL without weights is a shape with random ones: tests/model/shapes/one-kv-head has the KV of
-// one head of Llama 3.1 8B, in all layers, and one query head.
+// With a CASE, those whose names begin with it. DEVICE is cpu or cuda. On a GPU the device tier has
+// room for one layer more. A MODEL without weights is a shape with random ones:
+// tests/model/shapes/one-kv-head has the KV of one head of Llama 3.1 8B, in all layers, and one
+// query head.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -25,6 +26,8 @@
 #include <thread>
 #include <utility>
 #include <vector>
+
+#include "absl/strings/match.h"
 
 #include "kernels/base/status_macros.h"
 #include "tests/worker/test_coordinator.h"
@@ -45,7 +48,9 @@ constexpr uint64_t kRestoredIds = 10'000'000;
 struct Arguments {
   std::string model, folder, device;
   int64_t tokens = 0;  // of the document: whole blocks
-  bool dense = false;
+  std::string only;    // the case; empty: all
+
+  bool dense() const { return only == "dense"; }
 };
 
 struct Outcome {
@@ -203,7 +208,7 @@ class Bench {
       outcome.first_token_s = SecondsSince(begin);
       outcome.at_first = worker.engine().store().stats();
       outcome.read_until_then = BytesRead(outcome.at_first);
-      if (arguments_.dense) return outcome;
+      if (arguments_.dense()) return outcome;
     }
     outcome.tokens_per_s = static_cast<double>(kAnswerTokens - 1) / SecondsSince(first);
     outcome.at_end = worker.engine().store().stats();
@@ -247,7 +252,7 @@ void Print(const std::string& name, const Outcome& outcome, int64_t kv_bytes, co
 
 void Run(const Arguments& arguments) {
   Bench bench(arguments);
-  if (arguments.dense) {
+  if (arguments.dense()) {
     std::printf("dense prefill of %lld tokens: first token after %.3f s\n",
                 static_cast<long long>(arguments.tokens), bench.DensePrefill());
     return;
@@ -267,6 +272,7 @@ void Run(const Arguments& arguments) {
       {"infinitehip", every_step},
       {"infinitehip by interval", by_interval}};
   for (const auto& [name, policy] : cases) {
+    if (!absl::StartsWith(name, arguments.only)) continue;
     const Outcome in_memory = bench.Resume(policy, /*on_demand=*/false);
     Print(std::string(name) + ", all read first", in_memory, bench.kv_bytes(), "");
     const Outcome on_demand = bench.Resume(policy, /*on_demand=*/true);
@@ -279,8 +285,8 @@ void Run(const Arguments& arguments) {
 }  // namespace kvasir::worker
 
 int main(int argc, char** argv) {
-  if (argc != 5 && !(argc == 6 && std::strcmp(argv[5], "dense") == 0)) {
-    std::fprintf(stderr, "usage: %s MODEL FOLDER TOKENS DEVICE [dense]\n", argv[0]);
+  if (argc != 5 && argc != 6) {
+    std::fprintf(stderr, "usage: %s MODEL FOLDER TOKENS DEVICE [CASE | dense]\n", argv[0]);
     return 2;
   }
   const int64_t tokens =
@@ -289,6 +295,6 @@ int main(int argc, char** argv) {
                        .folder = argv[2],
                        .device = argv[4],
                        .tokens = tokens,
-                       .dense = argc == 6});
+                       .only = argc == 6 ? argv[5] : ""});
   return 0;
 }

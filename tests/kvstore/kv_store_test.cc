@@ -1,5 +1,4 @@
 #include "kvstore/kv_store.h"
-#include "tests/kvstore/forwarding_residency.h"
 
 #include <algorithm>
 #include <cstring>
@@ -7,6 +6,8 @@
 #include <gtest/gtest.h>
 #include <thread>
 #include <utility>
+
+#include "tests/kvstore/forwarding_residency.h"
 
 namespace kvasir::kvstore {
 namespace {

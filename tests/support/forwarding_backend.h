@@ -21,8 +21,8 @@ class ForwardingBackend : public Backend {
     return inner_.CheckModel(model, dtype);
   }
   absl::Status CheckPolicies(std::span<const v1::SparsityPolicy> policies,
-                             const TransformerOptions& model) const override {
-    return inner_.CheckPolicies(policies, model);
+                             const TransformerOptions& model, bool on_demand) const override {
+    return inner_.CheckPolicies(policies, model, on_demand);
   }
   absl::Status Serve(const v1::AttentionPolicy& policy, ServedSelector& served) const override {
     return inner_.Serve(policy, served);

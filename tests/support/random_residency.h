@@ -49,6 +49,9 @@ class ResidencyOps {
   virtual void Map(const ResidencyState& s) { MapFills(s); }
   virtual void Plan(const ResidencyState& s, uint32_t step) { PlanFills(s, step); }
   virtual void Copy(const ResidencyState& s) { CopyFills(s); }
+  virtual void Survey(const ResidencyState& s, std::span<ExtentUse> uses) {
+    SurveyExtents(s, uses);
+  }
 };
 
 class RandomResidency {
@@ -104,6 +107,7 @@ class RandomResidency {
     if (!copied) ops_.Copy(s_);
     Map();
     Plan();
+    Survey();
   }
 
   void FreeAll() {
@@ -277,6 +281,24 @@ class RandomResidency {
     }
     FollowEvictions();
     CheckTables();
+  }
+
+  void Survey() {
+    if (rng_() % 8 != 0) return;
+    std::vector<ExtentUse> uses(extent_states_.size());
+    ops_.Survey(s_, uses);
+    for (size_t extent = 0; extent < uses.size(); ++extent) {
+      if (extent_states_[extent] == ExtentState::kNone) continue;
+      ExtentUse expected;
+      for (int64_t i = 0; i < s_.shape.pages_per_extent; ++i) {
+        const ModelPage& model = page(static_cast<int64_t>(extent), i);
+        expected.device_pages += model.in_device;
+        if (model.touched == kNeverTouched) continue;
+        expected.last_read = std::max(expected.last_read, model.touched);
+      }
+      ASSERT_EQ(uses[extent].device_pages, expected.device_pages);
+      ASSERT_EQ(uses[extent].last_read, expected.last_read);
+    }
   }
 
   // Pages that left the device tier since the model looked.

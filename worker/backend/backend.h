@@ -132,11 +132,12 @@ class Backend {
   // --- when a model is loaded, or an engine made ---
 
   // UNIMPLEMENTED, naming the flag, for what the backend cannot do. CheckModel is called before
-  // weights are read, CheckPolicies before memory is taken for an engine.
+  // weights are read, CheckPolicies before memory is taken for an engine, in which pages may lie on
+  // disk only if it is `on_demand` (kernels/paged/absent_pages.h).
   virtual absl::Status CheckModel(const TransformerOptions& model,
                                   kernels::DType kv_dtype) const = 0;
   virtual absl::Status CheckPolicies(std::span<const v1::SparsityPolicy> policies,
-                                     const TransformerOptions& model) const = 0;
+                                     const TransformerOptions& model, bool on_demand) const = 0;
   // Adds to the stages of a policy what the device itself needs to run them. REQUIRES: the policy
   // passed CheckPolicies, and `served` was made of it.
   virtual absl::Status Serve(const v1::AttentionPolicy& policy, ServedSelector& served) const = 0;
@@ -190,12 +191,6 @@ class Backend {
   // Whether a step may begin before the one before it is collected (one step and no more). Then the
   // earlier step may feed tokens of the batch (StepBatch::fed_by), wherever they are sampled.
   virtual bool RunsAhead() const = 0;
-
-  // UNIMPLEMENTED, naming what to change, for policies that the backend cannot serve while pages
-  // lie on disk only (kernels/paged/absent_pages.h). REQUIRES: the policies passed CheckPolicies.
-  virtual absl::Status CheckOnDemand(std::span<const v1::SparsityPolicy> /*policies*/) const {
-    return absl::OkStatus();
-  }
 
   // Whether Attend tells the meter how much attention mass the selections kept.
   virtual bool MeasuresMass() const = 0;

@@ -79,7 +79,8 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
     streaming.mutable_streaming();
     KVASIR_ASSIGN_OR_RETURN(of_windows, selectors_.Add(streaming, model_.options()));
   }
-  KVASIR_RETURN_IF_ERROR(model_.backend().CheckPolicies(options_.policies, model_.options()));
+  KVASIR_RETURN_IF_ERROR(model_.backend().CheckPolicies(options_.policies, model_.options(),
+                                                        options_.on_demand_bytes > 0));
   KVASIR_RETURN_IF_ERROR(selectors_.Prepare(model_.backend()));
   if (!windows.empty()) windows_ = {.tokens = windows, .served = &selectors_.at(of_windows)};
   const auto enter = [this](absl::string_view stage) {

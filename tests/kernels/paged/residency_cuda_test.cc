@@ -74,6 +74,21 @@ class MirroredOps final : public ResidencyOps {
         [](const ResidencyState& device) { return CopyFills(device, nullptr); });
   }
 
+  void Survey(const ResidencyState& s, std::span<ExtentUse> uses) override {
+    std::vector<ExtentUse> found(uses.size());
+    Run(
+        "SurveyExtents", s, [&] { ResidencyOps::Survey(s, uses); },
+        [&](const ResidencyState& device) -> absl::Status {
+          ExtentUse* const on_device = memory_->Copy(found.data(), found.size()).value();
+          KVASIR_RETURN_IF_ERROR(SurveyExtents(device, {on_device, found.size()}, nullptr));
+          return DeviceMemory::Fetch(on_device, found.data(), found.size() * sizeof(ExtentUse));
+        });
+    for (size_t i = 0; i < found.size(); ++i) {
+      ASSERT_EQ(found[i].device_pages, uses[i].device_pages) << "extent " << i;
+      ASSERT_EQ(found[i].last_read, uses[i].last_read) << "extent " << i;
+    }
+  }
+
  private:
   Extents Copy(Extents extents) {
     return {memory_->Copy(extents.data(), extents.size()).value(), extents.size()};

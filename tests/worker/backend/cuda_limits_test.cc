@@ -82,12 +82,32 @@ TEST(CudaLimits, ModelsItDoesNot) {
   }
 }
 
-absl::Status CheckPolicy(const v1::SparsityPolicy& policy, int64_t num_kv_heads = 8) {
+absl::Status CheckPolicy(const v1::SparsityPolicy& policy, int64_t num_kv_heads = 8,
+                         bool on_demand = false) {
   const std::vector<v1::SparsityPolicy> policies = {ServedPolicy(), policy};
   TransformerOptions model = ServedModel();
   model.shard.num_ranks = 2;
   model.config.num_kv_heads = num_kv_heads;
-  return CheckCudaPolicies(policies, model);
+  return CheckCudaPolicies(policies, model, on_demand);
+}
+
+TEST(CudaLimits, PoliciesItServesFromDisk) {
+  const auto check = [](const v1::SparsityPolicy& policy) {
+    return CheckPolicy(policy, /*num_kv_heads=*/8, /*on_demand=*/true);
+  };
+  for (const std::string selector : {"all", "streaming", "quest", "infinitehip"}) {
+    v1::SparsityPolicy policy = ServedPolicy();
+    v1::SetSelector(selector, *policy.mutable_decode());
+    EXPECT_TRUE(check(policy).ok()) << selector;
+  }
+  for (const std::string selector : {"hip", "tokenselect"}) {
+    v1::SparsityPolicy policy = ServedPolicy();
+    v1::SetSelector(selector, *policy.mutable_decode());
+    ExpectRefused(check(policy), "the selector " + selector);
+    policy = ServedPolicy();
+    v1::SetSelector(selector, *policy.mutable_prefill());
+    ExpectRefused(check(policy), "--kv-on-demand-size-gb");
+  }
 }
 
 TEST(CudaLimits, PoliciesItServes) {

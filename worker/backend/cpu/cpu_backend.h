@@ -27,8 +27,8 @@ class CpuBackend final : public Backend {
   absl::Status CheckModel(const TransformerOptions&, kernels::DType) const override {
     return absl::OkStatus();
   }
-  absl::Status CheckPolicies(std::span<const v1::SparsityPolicy>,
-                             const TransformerOptions&) const override {
+  absl::Status CheckPolicies(std::span<const v1::SparsityPolicy>, const TransformerOptions&,
+                             bool /*on_demand*/) const override {
     return absl::OkStatus();
   }
   absl::Status Serve(const v1::AttentionPolicy&, ServedSelector&) const override {

@@ -97,12 +97,8 @@ absl::StatusOr<std::optional<int64_t>> CudaBackend::DeviceMemoryLeft(double util
 }
 
 absl::Status CudaBackend::CheckPolicies(std::span<const v1::SparsityPolicy> policies,
-                                        const TransformerOptions& model) const {
-  return CheckCudaPolicies(policies, model);
-}
-
-absl::Status CudaBackend::CheckOnDemand(std::span<const v1::SparsityPolicy> policies) const {
-  return CheckCudaOnDemand(policies);
+                                        const TransformerOptions& model, bool on_demand) const {
+  return CheckCudaPolicies(policies, model, on_demand);
 }
 
 absl::Status CudaBackend::Serve(const v1::AttentionPolicy& policy, ServedSelector& served) const {
@@ -227,10 +223,9 @@ absl::Status CudaBackend::PrepareResults(const StepInputs& inputs) {
   };
   const int64_t bytes = lay_out(nullptr).bytes;
   KVASIR_RETURN_IF_ERROR(Reserve<std::byte>(bytes, now_->results).status());
-  if (inputs.batch.keeps_logits) {
-    const int64_t logits = std::ssize(inputs.batch.sampling) * inputs.vocab_size;
-    KVASIR_RETURN_IF_ERROR(Reserve<float>(logits, now_->logits).status());
-  }
+  const int64_t logits = std::ssize(inputs.batch.sampling) * inputs.vocab_size;
+  const bool keeps = inputs.batch.keeps_logits;
+  if (keeps) KVASIR_RETURN_IF_ERROR(Reserve<float>(logits, now_->logits).status());
   KVASIR_ASSIGN_OR_RETURN(std::byte* const device, Reserve<std::byte>(bytes, results_));
   step().results = lay_out(device);
   return stream_.Clear(step().results.faults.data(), inputs.kv.num_slots);
@@ -272,6 +267,7 @@ GraphKey CudaBackend::KeyOfStep() const {
   key.Add("kv.accesses.step", kv.accesses.step);
   key.Add("kv.accesses.last_touched", kv.accesses.last_touched);
   key.Add("kv.accesses.missed_bytes", kv.accesses.missed_bytes);
+  key.Add("kv.on_disk", kv.on_disk);
   key.Add("results", results_.data());
   key.Add("sampling", now_->sampling.data());
   key.Add("changed_logits", changed_logits_.data());
@@ -281,7 +277,6 @@ GraphKey CudaBackend::KeyOfStep() const {
     key.Add("range.end", range.end);
   }
   for (const int64_t layer : step.number_sets) key.Add("number_set", layer);
-  key.Add("kv.on_disk", kv.on_disk);
   attention_.AddTo(key);
   return key;
 }

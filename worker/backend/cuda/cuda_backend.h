@@ -34,7 +34,7 @@ class CudaBackend final : public Backend {
   std::string name() const override { return name_; }
   absl::Status CheckModel(const TransformerOptions& model, kernels::DType kv_dtype) const override;
   absl::Status CheckPolicies(std::span<const v1::SparsityPolicy> policies,
-                             const TransformerOptions& model) const override;
+                             const TransformerOptions& model, bool on_demand) const override;
   absl::Status Serve(const v1::AttentionPolicy& policy, ServedSelector& served) const override;
   absl::StatusOr<std::optional<int64_t>> DeviceMemoryLeft(double utilization) const override;
   absl::StatusOr<Memory> Allocate(int64_t bytes) override;
@@ -58,7 +58,6 @@ class CudaBackend final : public Backend {
   // Not with other ranks: after kernels that wait for a missing rank, the queue of launches may
   // fill up, and a launch may wait without bound.
   bool RunsAhead() const override { return ranks_ == nullptr; }
-  absl::Status CheckOnDemand(std::span<const v1::SparsityPolicy> policies) const override;
   bool MeasuresMass() const override { return false; }
   absl::StatusOr<bool> BeginStep(const StepInputs& step) override;
   absl::Status EmbedTokens(const kernels::TensorView& table, const kernels::TensorView& y) override;

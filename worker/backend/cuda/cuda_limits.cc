@@ -52,7 +52,8 @@ absl::Status CheckGroup(const std::string& method, const TransformerOptions& mod
       ", without top_p and art");
 }
 
-absl::Status CheckSelector(const v1::AttentionPolicy& policy, const TransformerOptions& model) {
+absl::Status CheckSelector(const v1::AttentionPolicy& policy, const TransformerOptions& model,
+                           bool on_demand) {
   const std::string name = v1::SelectorName(policy);
   KVASIR_ASSIGN_OR_RETURN(const auto selector,
                           kernels::MakeSelector(name, SelectorOptions(policy)));
@@ -63,14 +64,22 @@ absl::Status CheckSelector(const v1::AttentionPolicy& policy, const TransformerO
   }
   if (!support.options.ok()) return NotOnGpu(support.options.message());
   if (!support.any_group) KVASIR_RETURN_IF_ERROR(CheckGroup(name, model));
+  if (on_demand && support.reads_keys) {
+    return NotOnGpu("the selector ", name, " reads the keys of pages, which lie on disk with ",
+                    "--kv-on-demand-size-gb; there are ",
+                    SelectorsWith([](const kernels::GpuSupport& other) {
+                      return other.runs && !other.reads_keys;
+                    }));
+  }
   if (policy.reuse().rule().empty() || support.reuses) return absl::OkStatus();
   return NotOnGpu("selections of ", name, " are reused; those of ",
                   SelectorsWith([](const kernels::GpuSupport& other) { return other.reuses; }),
                   " can be");
 }
 
-absl::Status CheckPart(const v1::AttentionPolicy& policy, const TransformerOptions& model) {
-  KVASIR_RETURN_IF_ERROR(CheckSelector(policy, model));
+absl::Status CheckPart(const v1::AttentionPolicy& policy, const TransformerOptions& model,
+                       bool on_demand) {
+  KVASIR_RETURN_IF_ERROR(CheckSelector(policy, model, on_demand));
   if (policy.top_p() != 0) KVASIR_RETURN_IF_ERROR(CheckGroup("top_p", model));
   if (policy.has_art()) KVASIR_RETURN_IF_ERROR(CheckGroup("art", model));
   if (policy.quality().min_mass() != 0) {
@@ -120,27 +129,10 @@ absl::Status CheckCudaModel(const TransformerOptions& model, DType kv_dtype) {
 }
 
 absl::Status CheckCudaPolicies(std::span<const v1::SparsityPolicy> policies,
-                               const TransformerOptions& model) {
+                               const TransformerOptions& model, bool on_demand) {
   for (const v1::SparsityPolicy& policy : policies) {
-    KVASIR_RETURN_IF_ERROR(CheckPart(policy.prefill(), model));
-    KVASIR_RETURN_IF_ERROR(CheckPart(policy.decode(), model));
-  }
-  return absl::OkStatus();
-}
-
-absl::Status CheckCudaOnDemand(std::span<const v1::SparsityPolicy> policies) {
-  for (const v1::SparsityPolicy& policy : policies) {
-    for (const v1::AttentionPolicy* const part : {&policy.prefill(), &policy.decode()}) {
-      const std::string name = v1::SelectorName(*part);
-      KVASIR_ASSIGN_OR_RETURN(const auto selector,
-                              kernels::MakeSelector(name, SelectorOptions(*part)));
-      if (!selector->SupportsGpu(/*num_ranks=*/1).reads_keys) continue;
-      return NotOnGpu("the selector ", name, " reads the keys of pages, which lie on disk with ",
-                      "--kv-on-demand-size-gb; there are ",
-                      SelectorsWith([](const kernels::GpuSupport& other) {
-                        return other.runs && !other.reads_keys;
-                      }));
-    }
+    KVASIR_RETURN_IF_ERROR(CheckPart(policy.prefill(), model, on_demand));
+    KVASIR_RETURN_IF_ERROR(CheckPart(policy.decode(), model, on_demand));
   }
   return absl::OkStatus();
 }

@@ -28,11 +28,9 @@ absl::Status CheckCudaDevice(const CudaDevice& device);
 
 absl::Status CheckCudaModel(const TransformerOptions& model, kernels::DType kv_dtype);
 
-// REQUIRES: the policies' selectors and their options exist.
+// `on_demand`: pages may lie on disk only. A GPU brings them for attention, so selectors that read
+// keys where they lie are refused then. REQUIRES: the policies' selectors and their options exist.
 absl::Status CheckCudaPolicies(std::span<const v1::SparsityPolicy> policies,
-                               const TransformerOptions& model);
-
-// Refuses selectors that read keys where they lie: a GPU brings pages from disk for attention only.
-absl::Status CheckCudaOnDemand(std::span<const v1::SparsityPolicy> policies);
+                               const TransformerOptions& model, bool on_demand);
 
 }  // namespace kvasir::worker

@@ -13,6 +13,7 @@ namespace kvasir::worker {
 
 using kernels::CudaStatus;
 using kernels::DeviceBuffer;
+using kernels::ExtentUse;
 using kernels::ResidencyCounters;
 using kernels::ResidencyShape;
 using kernels::ResidencyState;
@@ -280,23 +281,27 @@ int64_t CudaResidency::PagesInDevice(int64_t extent) const {
   if (state == ExtentState::kOpening || state == ExtentState::kOpen) {
     return state_.shape.pages_per_extent;
   }
-  if (extent_pages_.empty()) {
-    absl::StatusOr<std::vector<int32_t>> counts = FetchExtentPages();
-    if (!counts.ok()) return 0;  // an error of the device: the next step reports it
-    extent_pages_ = *std::move(counts);
-  }
-  return extent_pages_[static_cast<size_t>(extent)];
+  return UseOf(extent).device_pages;
 }
 
-absl::StatusOr<std::vector<int32_t>> CudaResidency::FetchExtentPages() const {
-  std::vector<int32_t> counts(extent_states_.size());
-  const int64_t bytes = static_cast<int64_t>(counts.size() * sizeof(int32_t));
+ExtentUse CudaResidency::UseOf(int64_t extent) const {
+  if (uses_.empty()) {
+    absl::StatusOr<std::vector<ExtentUse>> uses = FetchUses();
+    if (!uses.ok()) return {};
+    uses_ = *std::move(uses);
+  }
+  return uses_[static_cast<size_t>(extent)];
+}
+
+absl::StatusOr<std::vector<ExtentUse>> CudaResidency::FetchUses() const {
+  std::vector<ExtentUse> uses(extent_states_.size());
+  const int64_t bytes = static_cast<int64_t>(uses.size() * sizeof(ExtentUse));
   KVASIR_ASSIGN_OR_RETURN(const DeviceBuffer buffer, DeviceBuffer::Allocate(bytes));
   KVASIR_RETURN_IF_ERROR(
-      CountDevicePages(state_, {buffer.As<int32_t>(), counts.size()}, stream_.get()));
-  KVASIR_RETURN_IF_ERROR(stream_.CopyToHost(counts.data(), buffer.data(), bytes));
+      SurveyExtents(state_, {buffer.As<ExtentUse>(), uses.size()}, stream_.get()));
+  KVASIR_RETURN_IF_ERROR(stream_.CopyToHost(uses.data(), buffer.data(), bytes));
   KVASIR_RETURN_IF_ERROR(stream_.Wait());
-  return counts;
+  return uses;
 }
 
 // ---- steps
@@ -407,7 +412,7 @@ absl::StatusOr<std::vector<kvstore::CorruptExtent>> CudaResidency::EndStep() {
   seen_ = counters;
   KVASIR_RETURN_IF_ERROR(stream_.CopyToHost(&counters, state_.counters, sizeof(ResidencyCounters)));
   KVASIR_RETURN_IF_ERROR(counted_[parity].Record(stream_));
-  extent_pages_.clear();
+  uses_.clear();
   if (binds_lean_) KVASIR_RETURN_IF_ERROR(stream_.Wait());
   if (seen_.without_room == 0) return std::vector<kvstore::CorruptExtent>();
   return absl::InternalError(

@@ -79,7 +79,8 @@ class CudaResidency final : public kvstore::PageResidency {
   int64_t BoundExtent(int64_t slot, int64_t index) const override {
     return block_extents_[static_cast<size_t>(slot * max_blocks_per_slot_ + index)];
   }
-  // Waits for the device at its first call after a step.
+  // Both wait for the device at the first call after a step.
+  uint32_t LastRead(int64_t extent) const override { return UseOf(extent).last_read; }
   int64_t PagesInDevice(int64_t extent) const override;
   absl::StatusOr<kernels::PagedKv> BeginStep(uint32_t step, bool binds_lean) override;
   absl::StatusOr<std::vector<kvstore::CorruptExtent>> EndStep() override;
@@ -120,7 +121,10 @@ class CudaResidency final : public kvstore::PageResidency {
   absl::Status TakeRestored(std::span<int32_t> device_extents);
   // Makes the stream wait for the copies of the planned fills, then maps them in the tables.
   absl::Status EndFills();
-  absl::StatusOr<std::vector<int32_t>> FetchExtentPages() const;
+  // As it was after the last step. After an error of the device, which the next step reports, it
+  // says nothing.
+  kernels::ExtentUse UseOf(int64_t extent) const;
+  absl::StatusOr<std::vector<kernels::ExtentUse>> FetchUses() const;
   absl::Status CheckExtents(const kernels::ResidencyState& found) const;
   absl::Status CheckSlots(const kernels::ResidencyState& found) const;
 
@@ -166,12 +170,12 @@ class CudaResidency final : public kvstore::PageResidency {
   ResidencyCommands commands_;
   uint32_t step_ = 0;
   bool binds_lean_ = false;  // the step
-  absl::Status digests_;  // the first error of CopyDigests
+  absl::Status digests_;     // the first error of CopyDigests
 
   CommandUpload upload_;
   kernels::PinnedBuffer counters_;  // [2], written by the device when counted_ is recorded
   kernels::ResidencyCounters seen_;
-  mutable std::vector<int32_t> extent_pages_;  // [extent] in the device tier; empty: not fetched
+  mutable std::vector<kernels::ExtentUse> uses_;  // [extent]; empty: not fetched
 };
 
 }  // namespace kvasir::worker
