@@ -50,7 +50,7 @@ EngineOptions Options() {
                       MakeLayerPolicy("infinitehip", "both")};
   options.kv_dtype = kernels::DType::kBFloat16;
   options.kv.device = 256 << 20;
-  options.kv.host = 128 << 20;
+  options.kv.host = 256 << 20;
   options.max_num_batched_tokens = kSlots * kChunk;
   return options;
 }
