@@ -8,13 +8,19 @@
 #include <cstddef>
 #include <cstdint>
 #include <cuda_runtime.h>
+#include <mutex>
 
 namespace kvasir::kernels {
 
 // Lets CTAs of the kernel have so much dynamic shared memory, before a launch that asks for more
-// than 48 KiB.
+// than 48 KiB. What one thread was allowed no other takes back, also where both use one GPU.
 template <typename... Params>
 cudaError_t AllowSharedBytes(void (*kernel)(Params...), int64_t shared_bytes) {
+  static std::mutex mutex;
+  const std::scoped_lock lock(mutex);
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error != cudaSuccess || attributes.maxDynamicSharedSizeBytes >= shared_bytes) return error;
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                               static_cast<int>(shared_bytes));
 }
