@@ -38,6 +38,7 @@ void PrefillServers::Read(ElsewhereRequest request,
   if (is_stopped) return callbacks.on_end(absl::CancelledError("the server ends"));
   const std::string name = request.request.request_id();
   request.request = OneTokenOf(std::move(request.request));
+  request.request.set_read_here(true);
   const auto end = [this, answer, name, address = servers_->address(server),
                     on_end = std::move(callbacks.on_end)](const absl::Status& status) {
     if (!status.ok() && !absl::IsCancelled(status)) {

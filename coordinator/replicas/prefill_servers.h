@@ -52,7 +52,8 @@ class PrefillServers {
 
   // Whether the prompt is read elsewhere. Its log probabilities are computed where they are told.
   bool Takes(const v1::GenerateRequest& request, int64_t prompt_tokens) const {
-    return prompt_tokens >= min_tokens_ && !request.sampling().has_prompt_logprobs();
+    return prompt_tokens >= min_tokens_ && !request.read_here() &&
+           !request.sampling().has_prompt_logprobs();
   }
   struct Callbacks {
     // The prompt's first tokens of which the server has sealed the blocks.

@@ -49,7 +49,8 @@ CLIENTS = (
 QUEUE = (
     Panel("Requests", "Is there a queue?", "short",
           ((gauge("num_requests_running", "instance"), "running {{instance}}"),
-           (gauge("num_requests_waiting", "instance"), "waiting {{instance}}"))),
+           (gauge("num_requests_waiting", "instance"), "waiting {{instance}}"),
+           (gauge("num_requests_read_elsewhere", "instance"), "read elsewhere {{instance}}"))),
     Panel("Time in the queue", "How long is one request in ten kept waiting?", "s",
           ((recorded("request_queue_time_seconds:p90_5m"), "p90"),)),
     Panel("Waiting prompt tokens", "How much work is queued?", "short",
