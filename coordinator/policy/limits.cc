@@ -27,6 +27,7 @@ constexpr FieldLimit kLimits[] = {
     {"GenerateRequest", "text", LimitKind::kBytes, 0, kMaxMessageBytes},
     {"GenerateRequest", "tenant_id", LimitKind::kBytes, 0, kMaxIdBytes},
     {"GenerateRequest", "context", LimitKind::kName, 0, kMaxContextNameBytes},
+    {"GenerateRequest", "read_here", LimitKind::kNumber, 0, 1},
     {"GenerateRequest", "add_special_tokens", LimitKind::kNumber, 0, 1},
     {"GenerateRequest", "parse_special_tokens", LimitKind::kNumber, 0, 1},
     {"ChatInput", "messages", LimitKind::kBytes, 0, kMaxMessageBytes},
