@@ -5,8 +5,9 @@ itself: of one build or of several, in turn.
     tests/bench/prefill_first_token.py --build build/cpu
     tests/bench/prefill_first_token.py --build build/cpu --programs=OTHER/coordinator/kvasir   # and of another build
 
-Host tiers hold little more than one prompt, so that each prompt lies in memory that the one before had. Two models: the reference model, with little KV a token, and a random one with as much as a large model has, whose prompts
-are read with a window, so that they are read soon. `after the reading` is what the server that answers waits for blocks once
+Host tiers hold little more than one prompt, so that each prompt lies in memory that the one before had. Two models: the
+reference model, with little KV a token, and a random one with as much as a large model has, whose prompts are read with a
+window, so that they are read soon. `after the reading` is what the server that answers waits for blocks once
 the other one has read the prompt.
 """
 

@@ -21,18 +21,7 @@ LONG = 8000  # many chunks
 CHUNK = 512 // BLOCK  # blocks of a chunk, which are sealed together
 
 
-class Waits(unittest.TestCase):
-    def wait(self, condition):
-        deadline = time.monotonic() + 20
-        while not condition():
-            self.assertLess(time.monotonic(), deadline)
-            time.sleep(0.01)
-
-    def wait_for_links(self, service, count=1):
-        self.wait(lambda: service.log().count(": linked, for blocks of") == count)
-
-
-class Servers(Waits):
+class Servers(unittest.TestCase):
     """One that reads, and one that decodes."""
 
     decoder_ranks = 1
@@ -50,7 +39,7 @@ class Servers(Waits):
         self.decoder = self.enterContext(serve(
             self.model, first + 1, [f"{first}*1"], self.secret, f"--prefill-servers={self.reader.address}",
             "--prefill-min-tokens=1000", f"--tensor-parallel-size={self.decoder_ranks}"))
-        self.wait_for_links(self.decoder, self.decoder_ranks)
+        self.wait(lambda: self.decoder.log().count(": linked, for blocks of") == self.decoder_ranks)
 
     def computed(self, service):
         return service.metric("kvasir_prompt_tokens_total") - service.metric("kvasir_prompt_tokens_cached_by_source_total")
@@ -58,6 +47,12 @@ class Servers(Waits):
     def clean(self, prompt, **options):
         with Service(model=self.model, flags=FLAGS) as service:
             return service.generate(prompt, **options)
+
+    def wait(self, condition):
+        deadline = time.monotonic() + 20
+        while not condition():
+            self.assertLess(time.monotonic(), deadline)
+            time.sleep(0.01)
 
     def see_fetches(self, count):
         """Waits until bytes have come `count` times, while the reader still reads."""
@@ -162,7 +157,7 @@ class WhileItReads(Servers):
         self.assertEqual(self.decoder.process.wait(60), 0)
 
 
-class EachOther(Waits):
+class EachOther(unittest.TestCase):
     def test_two_servers_that_read_for_each_other_pass_no_prompt_on(self):
         folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory(prefix="kvasir-prefill-")))
         model, secret = make_tiny_model(folder / "model"), write_secret(folder, "secret")
@@ -171,7 +166,7 @@ class EachOther(Waits):
             model, first + i, [f"{first + 1 - i}"], secret, f"--port={first + 2 + i}",
             f"--prefill-servers=127.0.0.1:{first + 3 - i}", "--prefill-min-tokens=1000")) for i in range(2)]
         for service in (one, other):
-            self.wait_for_links(service)
+            service.wait_for_log(": linked, for blocks of")
         answer = one.generate(make_prompt(11, TOKENS), **OPTIONS)
         self.assertEqual(answer.finish.usage.cached_tokens.peer, shared_tokens(TOKENS))
         self.assertEqual(other.metric("kvasir_prompt_tokens_total"), TOKENS, "it read once")

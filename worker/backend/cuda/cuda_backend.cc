@@ -223,9 +223,10 @@ absl::Status CudaBackend::PrepareResults(const StepInputs& inputs) {
   };
   const int64_t bytes = lay_out(nullptr).bytes;
   KVASIR_RETURN_IF_ERROR(Reserve<std::byte>(bytes, now_->results).status());
-  const int64_t logits = std::ssize(inputs.batch.sampling) * inputs.vocab_size;
-  const bool keeps = inputs.batch.keeps_logits;
-  if (keeps) KVASIR_RETURN_IF_ERROR(Reserve<float>(logits, now_->logits).status());
+  if (inputs.batch.keeps_logits) {
+    const int64_t logits = std::ssize(inputs.batch.sampling) * inputs.vocab_size;
+    KVASIR_RETURN_IF_ERROR(Reserve<float>(logits, now_->logits).status());
+  }
   KVASIR_ASSIGN_OR_RETURN(std::byte* const device, Reserve<std::byte>(bytes, results_));
   step().results = lay_out(device);
   return stream_.Clear(step().results.faults.data(), inputs.kv.num_slots);
