@@ -78,7 +78,7 @@ struct WorkerMetrics::Families {
                              "Pages that lost their place in a tier.")),
         checksum_failures(AddCounter(r, "kvasir_kv_page_checksum_failures_total",
                                      "Checks that found other bytes than were stored: of a page in "
-                                     "host memory, of a whole block on disk.")),
+                                     "host memory, of a block on disk or of one of its pages.")),
         read_errors(AddCounter(r, "kvasir_kv_read_errors_total",
                                "Reads that a device failed at first; each is tried once more.")),
         peers(r),

@@ -97,14 +97,16 @@ struct Metrics::Series {
           .Add({});
   Gauge& waiting_tokens =
       Gauges("kvasir_num_waiting_prompt_tokens", "Prompt tokens of requests that wait.").Add({});
-  Gauge& cache_usage =
-      Gauges("kvasir_kv_cache_usage_perc",
-             "Part of the token blocks of the host tier that running requests hold, 0 to 1.")
-          .Add({});
-  Family<Gauge>& cache_config =
-      Gauges("kvasir_cache_config_info",
-             "Constant 1; the labels are the tokens of a block and the blocks that each tier of a "
-             "worker holds. A block is a page for each layer and KV head of the worker.");
+  Gauge& cache_usage = Gauges("kvasir_kv_cache_usage_perc",
+                              "Part of the room for token blocks in use that running requests "
+                              "hold, 0 to 1: of the host "
+                              "tier, and of what KV on demand leaves on disk.")
+                           .Add({});
+  Family<Gauge>& cache_config = Gauges(
+      "kvasir_cache_config_info",
+      "Constant 1; the labels are the tokens of a block and the blocks that each tier of a "
+      "worker holds, the host tier with those that KV on demand leaves on disk. A block is a page "
+      "for each layer and KV head of the worker.");
   Counter& prefix_queries =
       Counters("kvasir_prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.")
           .Add({});

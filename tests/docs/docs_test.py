@@ -59,6 +59,19 @@ def anchors(path):
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def registered_tests():
+    """(names of tests in ctest, program -> cases of its Google tests)."""
+    programs, cases = set(), {}
+    for path in [*ROOT.glob("tests/**/CMakeLists.txt")]:
+        text = path.read_text()
+        programs |= set(re.findall(r"kvasir_python_test\((\w+) ", text))
+        for name, sources in re.findall(r"kvasir_test\((\w+)\s+SRCS (.*?)\s+DEPS", text, re.S):
+            programs.add(name)
+            code = "".join((path.parent / source).read_text() for source in sources.split() if "$" not in source)
+            cases[name] = {f"{suite}.{case}" for suite, case in re.findall(r"^TEST(?:_F|_P)?\((\w+),\s*(\w+)", code, re.M)}
+    return programs, cases
+
+
 class Docs(unittest.TestCase):
     def expect_none(self, found):
         self.assertEqual([], found, "\n" + "\n".join(found))
@@ -131,6 +144,22 @@ class Docs(unittest.TestCase):
         index = (ROOT / "docs/README.md").read_text() + (ROOT / "docs/measurements.md").read_text()
         self.expect_none([str(page.relative_to(ROOT)) for page in documents()
                           if page.is_relative_to(ROOT / "docs") and page.name != "README.md" and page.name not in index])
+
+    def test_every_row_of_the_fault_matrix_is_told(self):
+        page = (ROOT / "tests/faults/README.md").read_text()
+        rows = [int(row) for cell in re.findall(r"^\| ([\d, ]+) \|", page, re.M) for row in cell.split(",")]
+        self.assertEqual(list(range(1, 77)), sorted(rows))
+        programs, cases = registered_tests()
+        found, named = [], 0
+        for program, names in re.findall(r"(?<![\w/])(\w+_test)(?:: ((?:[A-Z]\w+\.?[\w.]*(?:, )?)+))?", page):
+            if program not in programs and not any(ROOT.glob(f"tests/faults/{program}.py")):
+                found.append(program)
+            for name in filter(None, re.split(r", ?", names)):
+                named += 1
+                if not any(case.startswith(name.rstrip(".")) for case in cases.get(program, ())):
+                    found.append(f"{program}: {name}")
+        self.assertGreater(named, 60)
+        self.expect_none(found)
 
     def test_plots_are_those_of_the_tables(self):
         run = subprocess.run([sys.executable, ROOT / "tests/bench/plot_performance.py", "--check"], capture_output=True, text=True)

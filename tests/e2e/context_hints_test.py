@@ -2,6 +2,7 @@
 memory, which are searched byte by byte. Every test checks by counters that there was pressure, and that the bytes were
 there before."""
 
+import json
 import os
 import pathlib
 import struct
@@ -294,6 +295,46 @@ class ContextHintsTest(unittest.TestCase):
             self.assertIn("1 contexts forgotten", printed.stdout)
             self.assertEqual(client.names(), [])
             self.assertEqual(ask(service, "POST", "/v1/contexts:evict", {}).status, 400)
+
+    def test_every_call_by_each_door(self):
+        """Those of HTTP, the command and gRPC that no other test makes."""
+        flags = [*FLAGS, f"--kv-disk-path={self.folder / 'doors'}", "--kv-disk-size-gb=1"]
+        with Service(model=self.model, flags=flags) as service:
+            client, text = Client(service), "the pass key is w7 and the sky is blue " * 30
+
+            def by_command(*arguments):
+                done = command(service, *arguments, "--json")
+                self.assertEqual(done.returncode, 0, done.stderr)
+                return json.loads(done.stdout)
+
+            by_command("create", "--name=doc", f"--text={text}", "--wait")
+            blocks = client.get("doc").tokens // BLOCK_TOKENS
+            self.assertGreater(blocks, 3)
+            hint = by_command("pin", "--name=doc", "--tier=host", "--ttl=60")
+            self.assertEqual((hint["outcome"], hint["granted_blocks"]), ("HINT_OUTCOME_ACCEPTED", blocks))
+            self.assertEqual([pin.granted_blocks for pin in client.get("doc").pins], [blocks])
+            reply = ask(service, "POST", "/v1/contexts/doc/unpin")
+            self.assertEqual((reply.status, reply.json["outcome"]), (200, "HINT_OUTCOME_ACCEPTED"), reply.body)
+            self.assertEqual(list(client.get("doc").pins), [])
+            deadline = time.monotonic() + 20
+            while by_command("demote", "--name=doc")["granted_blocks"] and time.monotonic() < deadline:
+                time.sleep(0.05)
+            client.call("Prefetch", "PrefetchContextRequest", name="doc")
+            client.await_read("doc")
+            self.assertGreater(counter(service, "kvasir_kv_transfer_bytes_total", **{"from": "disk"}), 0, "it stayed in memory")
+            self.assertEqual(int(by_command("evict", f"--text={text}")["host_blocks"]), blocks)
+            self.assertEqual(int(by_command("evict", "--name=doc")["host_blocks"]), 0, "the text's blocks are the context's")
+            self.assertEqual(client.get("doc").state, contexts_pb2.CONTEXT_STATE_EVICTED)
+            tokens = tokens_of(150, seed=1)
+            self.assertEqual(service.generate(tokens, **OPTIONS).cached_tokens, 0)
+            self.assertEqual(client.call("Evict", "EvictRequest", prefix={"ids": tokens[:128]}).host_blocks, 2)
+            self.assertEqual(service.generate(tokens, **OPTIONS).cached_tokens, 0)
+            reply = ask(service, "POST", "/v1/contexts:evict", {"tenant": True})
+            self.assertEqual((reply.status, reply.json["contexts"]), (200, 1), reply.body)
+            self.assertEqual(client.names(), [])
+            client.create("again", tokens)
+            self.assertEqual(by_command("evict", "--whole-tenant")["contexts"], 1)
+            self.assertEqual(client.names(), [])
 
     def test_running_requests_of_an_erased_tenant_end(self):
         with Service(model=self.model, flags=FLAGS) as service:

@@ -25,6 +25,7 @@ BLOCK_TOKENS = 64
 FLAGS = ["--kv-device-size-gb=0.01", "--kv-host-size-gb=0.05", "--kv-disk-size-gb=1", "--mass-sample-rate=0",
          "--max-num-batched-tokens=1024", "--threads=1"]
 OPTIONS = dict(max_tokens=6, ignore_eos=True)
+SCALE = int(os.environ.get("KVASIR_TEST_SCALE", 1))
 
 
 def make_prompts(count, tokens=150, seed=1):
@@ -168,13 +169,14 @@ class Owner(DiskTest):
 
 class Damage(DiskTest):
     def test_flipped_bits_never_change_an_answer(self):
-        """A bit is flipped in each of 200 blocks. Some block of every prompt is damaged; none is served."""
-        prompts = make_prompts(100, seed=2)
+        """A bit is flipped in each block. Some block of every prompt is damaged; none is served."""
+        prompts = make_prompts(100 * SCALE, seed=2)
+        blocks = 2 * len(prompts)
         store = self.folder / "flips"
         with self.serve(store) as service:
             expected = self.ask(service, prompts)
-            self.check_stored(service, 200)
-        extent_bytes = sum(s.stat().st_size for s in self.segments(store)) // 200
+            self.check_stored(service, blocks)
+        extent_bytes = sum(s.stat().st_size for s in self.segments(store)) // blocks
         rng = random.Random(3)
         for segment in self.segments(store):
             data = bytearray(segment.read_bytes())
@@ -185,7 +187,7 @@ class Damage(DiskTest):
             segment.write_bytes(data)
         with self.serve(store) as service:
             self.assertEqual(self.ask(service, prompts), expected)
-            self.assertEqual(counter(service, "kvasir_kv_page_checksum_failures_total", tier="disk"), 200)
+            self.assertEqual(counter(service, "kvasir_kv_page_checksum_failures_total", tier="disk"), blocks)
             self.assertEqual(counter(service, "kvasir_kv_restored_pages_total", result="ok"), 0)
 
     def test_swapped_pages_and_extents_are_not_served(self):

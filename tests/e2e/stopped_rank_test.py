@@ -1,4 +1,5 @@
-"""The coordinator and the other ranks notice a stopped rank (SIGSTOP) within --rank-timeout, and the stream goes on."""
+"""The coordinator and the other ranks notice a stopped rank (SIGSTOP) within --rank-timeout, and the stream goes on. One that
+goes on sooner costs a pause alone."""
 
 import os
 import pathlib
@@ -15,6 +16,7 @@ from support.worker import workers_of  # noqa: E402
 RANK_TIMEOUT_S = 2
 MACHINE_S = 4  # allowance for a busy machine
 FORMING_S = 20  # and there for a new process, loading and forming
+PAUSE_S = 0.5  # of a rank, much less than the timeout of a server that is to ride it out
 
 
 class StoppedRank(unittest.TestCase):
@@ -59,6 +61,26 @@ class StoppedRank(unittest.TestCase):
 
     def test_the_only_one(self):
         self.stop_one_of(1, signal.SIGCONT)
+
+    def test_a_pause_below_the_timeout_costs_no_group(self):
+        with Service(flags=["--tensor-parallel-size=2", f"--rank-timeout={10 * PAUSE_S}"]) as service:
+            options = dict(max_tokens=1500, ignore_eos=True)
+            clean = service.generate("Once upon a time", **options)
+            stream = service.stream("Once upon a time", **options)
+            next(stream)
+            paused = workers_of(service)[-1]
+            os.kill(paused, signal.SIGSTOP)
+            go_on = threading.Timer(PAUSE_S, os.kill, (paused, signal.SIGCONT))
+            go_on.start()
+            tokens, gap, last = [], 0, time.monotonic()
+            for response in stream:
+                tokens += response.tokens.token_ids
+                now = time.monotonic()
+                gap, last = max(gap, now - last), now
+            go_on.join()
+            self.assertGreater(gap, PAUSE_S / 2, "the rank was stopped after the answer")
+            self.assertEqual(tokens, clean.token_ids)
+            self.assertEqual(service.metric("kvasir_worker_group_losses_total"), 0)
 
 
 if __name__ == "__main__":

@@ -47,13 +47,16 @@ def sealed_extents(memory):
 
 
 def flip_bits(memory, count, rng):
-    """Flips bits of extents that hold sealed blocks, anywhere in them. Returns how many."""
+    """Flips bits of extents that hold sealed blocks, anywhere in them. Returns how many, and the extents whose headers were hit."""
     hashes, extent = sealed_extents(memory)
-    starts = list(hashes)
+    starts, torn = list(hashes), set()
     for _ in range(count if starts else 0):
-        at = rng.choice(starts) + rng.randrange(extent)
+        begin, inside = rng.choice(starts), rng.randrange(extent)
+        at = begin + inside
         os.pwrite(memory, bytes([os.pread(memory, 1, at)[0] ^ 1 << rng.randrange(8)]), at)
-    return count if starts else 0
+        if inside < PAGE:
+            torn.add(begin)
+    return count if starts else 0, torn
 
 
 class Group:
@@ -69,9 +72,10 @@ class Group:
         self.memories = [os.memfd_create(f"kv-{rank}") for rank in range(ranks)]  # of the host tiers
         self.mu = threading.Lock()  # held while a worker is down on purpose
         self.adoptions = {}  # by process
-        self.left = {}  # sealed blocks of a killed worker, by the process that took its place
+        self.left = {}  # sealed blocks of a killed worker whose headers are whole, by the process that took its place
         self.found = {}  # those that it adopted
         self.flips = 0
+        self.torn = {}  # by rank, until a process takes the killed one's place
         self.ended = []  # what workers said that nobody killed, before they ended
         self.workers = [self._launch(rank) for rank in range(ranks)]
         self.ending = threading.Event()
@@ -100,7 +104,8 @@ class Group:
                         if worker.returncode != -signal.SIGKILL:
                             log = (self.folder / f"worker-{rank}.log").read_text()
                             self.ended.append(f"rank {rank} ended with {worker.returncode}: {log[-2000:]}")
-                        left = len(set(sealed_extents(self.memories[rank])[0].values()))
+                        torn = self.torn.pop(rank, ())
+                        left = len({name for at, name in sealed_extents(self.memories[rank])[0].items() if at not in torn})
                         self.workers[rank] = self._launch(rank)
                         self.left[self.workers[rank].pid] = left
 
@@ -130,7 +135,8 @@ class Group:
         with self.mu:
             self.workers[rank].kill()
             self.workers[rank].wait()
-            self.flips += flip_bits(self.memories[rank], flips, rng)
+            count, self.torn[rank] = flip_bits(self.memories[rank], flips, rng)
+            self.flips += count
 
     def adoption(self):
         """What workers said of blocks that they found, each at the last call: adopted, used, and dropped by reason."""

@@ -3,6 +3,7 @@ token by token.
 
     lost_worker_test.py                                 # the short form: 40 faults
     lost_worker_test.py --kills=500 --stops=200         # the long form, with times of recovery
+    lost_worker_test.py --kills=400 --stops=0 --flips=100  # 10,000 flipped bits
     lost_worker_test.py --seed=7 --context=8000 --model=FOLDER
 """
 
@@ -33,4 +34,5 @@ class LostWorkers(FaultRuns):
 
 if __name__ == "__main__":
     LostWorkers.main(__doc__, [("--kills", 36, "SIGKILLs, of one rank or of all, in four runs"),
-                               ("--stops", 4, "SIGSTOPs for longer than the rank timeout")])
+                               ("--stops", 4, "SIGSTOPs for longer than the rank timeout"),
+                               ("--flips", 20, "bits of a killed worker's memory that flip in one fault of that kind")])

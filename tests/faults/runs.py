@@ -23,7 +23,6 @@ FLAGS = ["--mass-sample-rate=0", "--max-num-batched-tokens=256", "--kv-device-si
          "--max-model-len=8192", f"--rank-timeout={RANK_TIMEOUT_S}"]
 STOP_S = 1.6  # of stops and partitions, at least: more than the rank timeout
 CUT_S = 0.3  # of a delay: less than it
-FLIPS = 20  # bits of a killed worker's memory in one fault
 
 
 def percentile(times, part):
@@ -84,7 +83,7 @@ class FaultRuns(unittest.TestCase):
         elif kind == "all":
             group.kill(*range(group.ranks))
         elif kind == "flip":
-            group.kill_and_flip(rng.randrange(group.ranks), FLIPS, rng)
+            group.kill_and_flip(rng.randrange(group.ranks), self.options.flips, rng)
         else:
             group.kill(rng.randrange(group.ranks))
         return begun, 0
@@ -135,13 +134,13 @@ class FaultRuns(unittest.TestCase):
                 self.assertEqual(group.ended, [], "a worker ended by itself")
                 found = sum(group.found.values())
                 left = sum(group.left[pid] for pid in group.found)
-                print(f"{name}: blocks in memory {dict(blocks)}; of {left} sealed ones that killed workers left {found} were "
-                      f"adopted; {group.flips} bits were flipped", flush=True)
+                print(f"{name}: blocks in memory {dict(blocks)}; of {left} sealed ones with a whole header that killed workers left "
+                      f"{found} were adopted; {group.flips} bits were flipped", flush=True)
                 self.assertGreater(blocks["used"], 0)
                 self.assertGreaterEqual(found, 0.95 * left)
                 # A flipped bit is in a header, in a block that is read again and dropped, or in one that nobody reads.
                 if "flip" in kinds:
-                    self.assertGreater(blocks["torn"] + blocks["checksum"], 0, f"{FLIPS} flips a fault and none noticed")
+                    self.assertGreater(blocks["torn"] + blocks["checksum"], 0, f"{self.options.flips} flips a fault and none noticed")
 
     def compare(self, name, clean, streams, group, detected, recovered, kinds):
         refused = [a for _, a in streams.answers if a.error.startswith("UNAVAILABLE: no worker group") and not a.token_ids]
