@@ -12,6 +12,7 @@
 // use the queries of the random model.
 //
 // A policy is `all` or the name of a selector, followed by +top_p (0.95) and +interval (8).
+// quest+bound ranks pages by their bounds (docs/decisions/0012).
 //
 //   wall       time of Engine::Step with sampling and tables: median and mean over the steps
 //   GPU        time from the begin to the end of the step's graph, likewise
@@ -309,7 +310,9 @@ Measured Bench::Measure(int64_t context, uint32_t policy) {
     if (i == kWarmUps) before = engine_->store().stats();
     const double ms = Step(plan, reply);
     if (i < kWarmUps) continue;
-    if (queries_.has_value() && i % kLookEvery < 2) Check(overlap.Look(filler_.kv()));
+    if (queries_.has_value() && i % kLookEvery < 2) {
+      Check(overlap.Look(filler_.kv(), queries_->device()));
+    }
     measured.wall_ms.push_back(ms);
     const SyntheticKvBackend::StepTimes& host = filler_.times();
     measured.before_us.push_back(Microseconds(began_, host.begun));

@@ -114,6 +114,8 @@ inline v1::SparsityPolicy MakePolicy(const std::string& name, int64_t budget) {
   for (size_t i = 1; i < parts.size(); ++i) {
     if (parts[i] == "top_p") {
       decode.set_top_p(0.95f);
+    } else if (parts[0] == "quest" && parts[i] == "bound") {
+      decode.mutable_quest()->set_score("bound");
     } else {
       decode.mutable_reuse()->set_rule(parts[i]);
       decode.mutable_reuse()->set_interval(8);

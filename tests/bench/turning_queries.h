@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <cuda_runtime_api.h>
 #include <vector>
 
@@ -21,7 +22,17 @@
 
 namespace kvasir::worker {
 
-// Queries on a GPU. Thread-compatible.
+// Copies between host memory and a backend's memory, which lies on `device`.
+inline absl::Status CopyBytes(void* to, const void* from, size_t bytes, kernels::Device device) {
+  if (device == kernels::Device::kCpu) {
+    std::memcpy(to, from, bytes);
+    return absl::OkStatus();
+  }
+  return kernels::CudaStatus(cudaMemcpy(to, from, bytes, cudaMemcpyDefault),
+                             "copying a benchmark's bytes");
+}
+
+// Queries in a backend's memory. Thread-compatible.
 class TurningQueries {
  public:
   struct Shape {
@@ -48,6 +59,7 @@ class TurningQueries {
     return queries;
   }
 
+  kernels::Device device() const { return memory_.device(); }
   // Returns the queries of each layer: [sequences, query heads, head_dim] bfloat16.
   const std::vector<kernels::TensorView>& layers() const { return layers_; }
 
@@ -56,9 +68,7 @@ class TurningQueries {
   // Turns to the next step's queries. REQUIRES: called between steps, at most `steps` times.
   absl::Status Turn() {
     const std::vector<kernels::BFloat16>& next = steps_[next_++];
-    return kernels::CudaStatus(cudaMemcpy(memory_.data(), next.data(),
-                                          next.size() * sizeof(next[0]), cudaMemcpyHostToDevice),
-                               "copying queries");
+    return CopyBytes(memory_.data(), next.data(), next.size() * sizeof(next[0]), memory_.device());
   }
 
  private:
@@ -94,12 +104,14 @@ class TurningQueries {
 // that were read whole: sink and window. Thread-compatible.
 class SelectionOverlap {
  public:
-  // Called after a step. Compares the selections of two calls when their steps are consecutive.
-  absl::Status Look(const kernels::PagedKv& kv) {
+  // Called after a step, whose KV lies on `device`. Compares the selections of two calls when their
+  // steps are consecutive.
+  absl::Status Look(const kernels::PagedKv& kv, kernels::Device device) {
     uint32_t step = 0;
     touched_.resize(static_cast<size_t>(kv.num_extents * kv.layout.pages_per_block()));
-    KVASIR_RETURN_IF_ERROR(Fetch(kv.accesses.step, &step, 1));
-    KVASIR_RETURN_IF_ERROR(Fetch(kv.accesses.last_touched, touched_.data(), touched_.size()));
+    KVASIR_RETURN_IF_ERROR(CopyBytes(&step, kv.accesses.step, sizeof(step), device));
+    KVASIR_RETURN_IF_ERROR(CopyBytes(touched_.data(), kv.accesses.last_touched,
+                                     touched_.size() * sizeof(touched_[0]), device));
     std::vector<bool> selected(touched_.size());
     const auto pages = static_cast<size_t>(kv.layout.pages_per_block());
     for (size_t begin = 0; begin < touched_.size(); begin += pages) {
@@ -119,11 +131,6 @@ class SelectionOverlap {
   }
 
  private:
-  template <typename T>
-  static absl::Status Fetch(const T* device, T* host, size_t count) {
-    return kernels::CudaStatus(cudaMemcpy(host, device, count * sizeof(T), cudaMemcpyDeviceToHost),
-                               "copying what was read");
-  }
   void Compare(const std::vector<bool>& selected) {
     for (size_t i = 0; i < selected.size(); ++i) {
       all_ += selected[i] ? 1 : 0;
