@@ -21,8 +21,9 @@
 // Residency changes only at step boundaries: tables are constant between BeginStep and EndStep, and
 // only const functions may be called between them; handles may be destroyed. A page read in place
 // from the host tier is a miss. It is promoted when the bytes missed in it over the last steps
-// exceed its size. Pages of open blocks are pinned in the device tier. The host tier includes every
-// sealed block that is not lean, so eviction writes nothing back.
+// reach its size: one read of the whole page is enough. Pages of open blocks are pinned in the
+// device tier. The host tier includes every sealed block that is not lean, so eviction writes
+// nothing back.
 //
 // A PageResidency decides how pages move, and whether they are verified on their way into the
 // device tier: a page that fails quarantines its block (see TakeCorrupt). Thread-compatible: used

@@ -132,7 +132,7 @@ __global__ void ScanKernel(const __grid_constant__ ResidencyState s, uint32_t st
         ++(s.pages[page].tier() == PageTier::kDevice ? own_hits : own_misses);
       }
       const uint32_t missed = s.missed_bytes[page];
-      is_candidate = missed > s.shape.page_bytes && s.pages[page].tier() == PageTier::kHost;
+      is_candidate = missed >= s.shape.page_bytes && s.pages[page].tier() == PageTier::kHost;
       if (missed != 0) s.missed_bytes[page] = missed - (missed >> kMissDecayShift);
     }
     const unsigned word = __ballot_sync(kAllLanes, is_candidate);

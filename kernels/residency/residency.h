@@ -12,9 +12,9 @@
 //
 // Nothing changes the tables while a step reads them. After the step:
 //   MapFills   enters the pages that were filled meanwhile into the tables
-//   PlanFills  chooses pages that missed more than their size, and slots for them: free slots
-//              first, then those of pages that the step did not read, by CLOCK. Victims leave
-//              the tables.
+//   PlanFills  chooses pages that missed as much as their size (one read of all tokens is enough),
+//              and slots for them: free slots first, then those of pages that the step did not
+//              read, by CLOCK. Victims leave the tables.
 //   CopyFills  copies beside the next step, into slots that no table names
 // So no slot is both named by a table and written, and one table is enough.
 //

@@ -69,7 +69,7 @@ void ScanPages(const ResidencyState& s, uint32_t step) {
       ++(tier == PageTier::kDevice ? s.counters->hits : s.counters->misses);
     }
     uint32_t& missed = s.missed_bytes[page];
-    if (missed > s.shape.page_bytes && tier == PageTier::kHost) {
+    if (missed >= s.shape.page_bytes && tier == PageTier::kHost) {
       s.candidate_bits[page / kWordBits] |= 1u << (page % kWordBits);
       ++s.chunk_counts[page / kChunkPages];
     }

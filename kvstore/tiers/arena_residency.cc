@@ -183,7 +183,7 @@ absl::StatusOr<std::vector<CorruptExtent>> ArenaResidency::EndStep() {
   return corrupt;
 }
 
-// Counts hits and misses of the step. Returns the pages that missed more than their size.
+// Counts hits and misses of the step. Returns the pages that missed as much as their size.
 std::vector<ArenaResidency::Candidate> ArenaResidency::CollectAccesses() {
   std::vector<Candidate> candidates;
   const uint32_t page_bytes = static_cast<uint32_t>(layout_.page_bytes());
@@ -195,7 +195,7 @@ std::vector<ArenaResidency::Candidate> ArenaResidency::CollectAccesses() {
       if (last_touched_[static_cast<size_t>(page)] == step_) {
         ++(in_device ? stats_.device_hits : stats_.device_misses);
       }
-      if (missed > page_bytes) candidates.push_back({.missed_bytes = missed, .page = page});
+      if (missed >= page_bytes) candidates.push_back({.missed_bytes = missed, .page = page});
       missed -= missed >> kDecayShift;
     }
   }

@@ -198,7 +198,7 @@ TEST_F(KvStoreTest, EveryPageReadsTheSameFromEitherTier) {
   EXPECT_GT(store_->stats().evictions, 0);
 }
 
-TEST_F(KvStoreTest, APageIsPromotedWhenItMissedMoreThanItsSize) {
+TEST_F(KvStoreTest, APageIsPromotedWhenItMissedAsMuchAsItsSize) {
   for (int64_t id = 1; id <= 4; ++id) MakeSealed(id, 0, id - 1);
   int64_t cold = 1;
   while (DevicePages(cold) > 0) ++cold;
@@ -210,6 +210,14 @@ TEST_F(KvStoreTest, APageIsPromotedWhenItMissedMoreThanItsSize) {
   EXPECT_EQ(store_->stats().promotions, 4);
   EXPECT_EQ(store_->stats().bytes_host_to_device, kLayout.block_bytes());
   EXPECT_EQ(Read(0, cold - 1), cold);
+}
+
+TEST_F(KvStoreTest, APageReadInFullIsPromotedAtOnce) {
+  for (int64_t id = 1; id <= 4; ++id) MakeSealed(id, 0, id - 1);
+  int64_t cold = 1;
+  while (DevicePages(cold) > 0) ++cold;
+  Read(0, cold - 1);
+  EXPECT_EQ(DevicePages(cold), 4);
 }
 
 TEST_F(KvStoreTest, MissesOfLongAgoAreForgotten) {
@@ -282,7 +290,6 @@ TEST_F(KvStoreTest, ABitFlippedInTheHostTierIsFoundBeforeItsPageIsPromoted) {
     ASSERT_TRUE(store_->EndStep().ok());
   }
   EXPECT_THAT(store_->TakeCorrupt(), IsEmpty());
-  Read(1, 5);
   Read(1, 5);
   const std::vector<CorruptBlock> corrupt = store_->TakeCorrupt();
   ASSERT_EQ(corrupt.size(), 1u);

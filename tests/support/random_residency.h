@@ -257,7 +257,7 @@ class RandomResidency {
     for (size_t i = 0; i < pages_.size(); ++i) {
       ModelPage& model = pages_[i];
       if (model.touched == step_) ++(model.in_device ? expected.hits : expected.misses);
-      worthy[i] = model.missed > static_cast<uint64_t>(s_.shape.page_bytes) ? 1 : 0;
+      worthy[i] = model.missed >= static_cast<uint64_t>(s_.shape.page_bytes) ? 1 : 0;
       model.missed -= model.missed >> kMissDecayShift;
     }
     const int64_t num_worthy = std::count(worthy.begin(), worthy.end(), 1);
