@@ -1,4 +1,4 @@
-// Sealed blocks that an earlier store left in the host memory (tiers/host_memory.h): of this
+// Sealed blocks that an earlier store left in the host memory (host/host_memory.h): of this
 // process or of one that was killed. Found by their headers alone, offered by their hashes like
 // blocks of the tier below, and verified on a thread of its own before anything of them is used.
 // They lie in extents that the store does not need yet. Made and called by the KV store.
@@ -16,8 +16,8 @@
 
 #include "kernels/base/mutex.h"
 #include "kvstore/format/page_format.h"
-#include "kvstore/tiers/host_memory.h"
-#include "kvstore/tiers/host_slab.h"
+#include "kvstore/host/host_memory.h"
+#include "kvstore/host/host_slab.h"
 #include "kvstore/tiers/tier.h"
 #include "proto/process/work_thread.h"
 

@@ -45,10 +45,10 @@
 #include "kvstore/adopted_blocks.h"
 #include "kvstore/format/block.h"
 #include "kvstore/format/page_format.h"
+#include "kvstore/host/freed_memory.h"
+#include "kvstore/host/host_memory.h"
 #include "kvstore/on_demand/page_cache.h"
 #include "kvstore/tiers/arena_residency.h"
-#include "kvstore/tiers/freed_memory.h"
-#include "kvstore/tiers/host_memory.h"
 #include "kvstore/tiers/page_residency.h"
 #include "kvstore/tiers/tier.h"
 

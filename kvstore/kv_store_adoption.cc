@@ -12,36 +12,21 @@
 #include "kvstore/kv_store_impl.h"
 
 namespace kvasir::kvstore {
-namespace {
-
-// Where checksums are made when a block is whole, a step waits for them. So blocks of this many
-// bytes are taken at once, and then none for so many times the time that they took.
-constexpr int64_t kHeaderBytesAtOnce = int64_t{8} << 20;
-constexpr int kHeaderPause = 50;
-
-}  // namespace
 
 // A header is written last: an extent with one holds a whole block.
 void KvStoreImpl::WriteDueHeaders() {
-  const absl::Time begin = absl::Now();
-  if (begin < next_headers_) return;
-  int64_t bytes = 0;
-  for (; !due_headers_.empty() && bytes < kHeaderBytesAtOnce; due_headers_.pop_front()) {
+  for (; !due_headers_.empty(); due_headers_.pop_front()) {
     const DueHeader& due = due_headers_.front();
     const auto it = blocks_.find(due.id);
     if (it == blocks_.end() || it->second.generation != due.block.generation) continue;  // freed
     if (it->second.corrupt || IsLean(it->second)) continue;
     const absl::StatusOr<bool> is_whole = pages_->IsExtentWhole(it->second.extent);
     if (!is_whole.ok()) continue;  // an error of the device: the next step reports it
-    if (!*is_whole) return;        // it is still being copied, and so are the later ones
+    if (!*is_whole) return;        // nor are the later ones
     format_.WriteHeader(due.block, host_.extent(it->second.extent));
     host_.MarkWhole(it->second.extent);
     Lend(it->second);
-    bytes += layout_.block_bytes();
   }
-  if (pages_->SealsAtOnce()) return;
-  const absl::Time end = absl::Now();
-  next_headers_ = end + kHeaderPause * (end - begin);
 }
 
 absl::Status KvStoreImpl::RestoreAdopted(BlockId id, const PrefixHash& hash,

@@ -22,10 +22,10 @@
 
 #include "kernels/paged/paged_kv.h"
 #include "kvstore/format/page_format.h"
+#include "kvstore/host/host_slab.h"
+#include "kvstore/host/memory_ahead.h"
 #include "kvstore/kv_store.h"
 #include "kvstore/on_demand/lean_blocks.h"
-#include "kvstore/tiers/host_slab.h"
-#include "kvstore/tiers/memory_ahead.h"
 #include "kvstore/tiers/page_residency.h"
 #include "kvstore/tiers/tier.h"
 
@@ -250,7 +250,6 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   MemoryAhead ahead_;
   AdoptedBlocks adopted_;
   std::deque<DueHeader> due_headers_;  // in the order of sealing
-  absl::Time next_headers_ = absl::InfinitePast();
   absl::flat_hash_map<BlockId, BlockState> blocks_;
   int64_t num_unused_ = 0;              // of blocks that are not lean
   std::vector<BlockId> extent_blocks_;  // [extent or lean block], no id while it is free

@@ -13,7 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
-#include "kvstore/tiers/host_memory.h"
+#include "kvstore/host/host_memory.h"
 #include "proto/security/group_secret.h"
 #include "worker/backend/backend.h"
 #include "worker/coordinator_stream.h"

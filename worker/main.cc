@@ -27,7 +27,7 @@
 #include "kernels/base/mutex.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/plans/plan_log.h"
-#include "kvstore/tiers/host_memory.h"
+#include "kvstore/host/host_memory.h"
 #include "proto/grpc_listener.h"
 #include "proto/kvasir/v1/config.pb.h"
 #include "proto/load_config.h"

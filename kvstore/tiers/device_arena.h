@@ -12,7 +12,7 @@
 
 #include "kernels/base/buffer.h"
 #include "kernels/paged/paged_kv.h"
-#include "kvstore/tiers/freed_memory.h"
+#include "kvstore/host/freed_memory.h"
 
 namespace kvasir::kvstore {
 

@@ -26,9 +26,9 @@
 #include "kernels/paged/paged_kv.h"
 #include "kvstore/format/block.h"
 #include "kvstore/format/page_format.h"
-#include "kvstore/tiers/freed_memory.h"
-#include "kvstore/tiers/host_memory.h"
-#include "kvstore/tiers/host_slab.h"
+#include "kvstore/host/freed_memory.h"
+#include "kvstore/host/host_memory.h"
+#include "kvstore/host/host_slab.h"
 
 namespace kvasir::kvstore {
 
@@ -85,7 +85,7 @@ class PageResidency {
   // Whether Seal leaves the extent whole, so that IsExtentWhole need not be asked later.
   virtual bool SealsAtOnce() const { return false; }
   // Whether a sealed extent is complete in host memory, checksums and bounds included,
-  // except its header. Otherwise it is still being copied.
+  // except its header. Otherwise it is being copied, or its checksums are being made.
   virtual absl::StatusOr<bool> IsExtentWhole(int64_t extent) = 0;
   // Called when the extent has come whole from the tier below.
   virtual void Restore(int64_t extent, const PrefixHash& hash) = 0;

@@ -8,7 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 
-#include "kvstore/tiers/host_memory.h"
+#include "kvstore/host/host_memory.h"
 #include "worker/backend/cuda/memory/pinned_region.h"
 #include "worker/make_backend.h"
 #include "worker/thread_pool.h"

@@ -116,7 +116,7 @@ absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> CudaBackend::MakeResiden
   attention_ = {};  // it holds maps of other arenas
   graphs_.Clear(stream_);
   for (InFlightStep& own : own_) own.inputs.reset();  // steps that an earlier engine has left
-  KVASIR_ASSIGN_OR_RETURN(auto residency, CudaResidency::Make(options, stream_, executor()));
+  KVASIR_ASSIGN_OR_RETURN(auto residency, CudaResidency::Make(options, stream_));
   arenas_ = residency->arenas();
   attention_.BringWith(residency->pages_on_disk());
   return residency;

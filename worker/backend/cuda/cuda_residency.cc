@@ -77,15 +77,13 @@ absl::Status CheckRoomForLayer(const ResidencyShape& shape, const kernels::KvLay
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<CudaResidency>> CudaResidency::Make(
-    const kvstore::ResidencyOptions& options, const CudaStream& stream,
-    kernels::Executor& executor) {
+    const kvstore::ResidencyOptions& options, const CudaStream& stream) {
   KVASIR_RETURN_IF_ERROR(CheckResidencyShape(ShapeOf(options)));
   KVASIR_RETURN_IF_ERROR(CheckRoomForLayer(ShapeOf(options), options.format.shard().layout));
   KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<PinnedRegion> extents,
                           PinnedRegion::Over(options.memory, options.format.extent_bytes(),
                                              options.num_extents, "--kv-host-size-gb"));
-  std::unique_ptr<CudaResidency> residency(
-      new CudaResidency(options, stream, executor, std::move(extents)));
+  std::unique_ptr<CudaResidency> residency(new CudaResidency(options, stream, std::move(extents)));
   KVASIR_RETURN_IF_ERROR(residency->TakeMemory(options));
   KVASIR_RETURN_IF_ERROR(residency->MakeTables());
   KVASIR_RETURN_IF_ERROR(residency->extents_->Start());  // last, as others wait for the driver then
@@ -93,15 +91,15 @@ absl::StatusOr<std::unique_ptr<CudaResidency>> CudaResidency::Make(
 }
 
 CudaResidency::CudaResidency(const kvstore::ResidencyOptions& options, const CudaStream& stream,
-                             kernels::Executor& executor, std::unique_ptr<PinnedRegion> extents)
+                             std::unique_ptr<PinnedRegion> extents)
     : format_(options.format),
       layout_(format_.shard().layout),
       num_slots_(options.num_slots),
       max_blocks_per_slot_(options.max_blocks_per_slot),
       stream_(stream),
-      executor_(executor),
       extents_(std::move(extents)),
       host_(options.format, options.num_extents, options.freed_memory, extents_->data()),
+      checksums_(options.format, host_),
       lean_bounds_(options.lean_bounds),
       extent_states_(static_cast<size_t>(options.num_extents) + lean_bounds_.size(),
                      ExtentState::kNone),
@@ -189,6 +187,7 @@ absl::Status CudaResidency::Seal(int64_t extent, const kvstore::PrefixHash& hash
   ++sealed_blocks_;
   commands_.copied.push_back(static_cast<int32_t>(extent));
   copies_[static_cast<size_t>(extent)] = {.hash = hash, .number = begun_copies_ + 1};
+  unsummed_.push_back(static_cast<int32_t>(extent));
   return absl::OkStatus();
 }
 
@@ -197,19 +196,21 @@ absl::StatusOr<bool> CudaResidency::IsExtentWhole(int64_t extent) {
   ExtentCopy& copy = copies_[static_cast<size_t>(extent)];
   if (copy.is_whole) return true;
   if (copy.number > begun_copies_) KVASIR_RETURN_IF_ERROR(CarryOut(step_));
-  if (copy.number > ended_copies_) {
-    KVASIR_ASSIGN_OR_RETURN(const bool is_over, copied_.IsOver());
-    if (!is_over) return false;
-    ended_copies_ = begun_copies_;
+  KVASIR_RETURN_IF_ERROR(BeginChecksums());
+  copy.is_whole = checksums_.IsDone(extent);
+  return copy.is_whole;
+}
+
+absl::Status CudaResidency::BeginChecksums() {
+  if (unsummed_.empty()) return absl::OkStatus();
+  KVASIR_ASSIGN_OR_RETURN(const bool is_over, copied_.IsOver());
+  if (is_over) ended_copies_ = begun_copies_;
+  for (; !unsummed_.empty(); unsummed_.pop_front()) {
+    const ExtentCopy& copy = copies_[static_cast<size_t>(unsummed_.front())];
+    if (copy.number > ended_copies_) break;
+    checksums_.Begin(unsummed_.front(), copy.hash);
   }
-  executor_.ParallelFor(layout_.pages_per_block(), [&](int64_t page, int) {
-    const absl::Span<const std::byte> bytes(host_.page(extent, page),
-                                            static_cast<size_t>(layout_.page_bytes()));
-    host_.checksums(extent)[static_cast<size_t>(page)] =
-        kvstore::PageChecksum(format_.identity(copy.hash, page), bytes);
-  });
-  copy.is_whole = true;
-  return true;
+  return absl::OkStatus();
 }
 
 void CudaResidency::Restore(int64_t extent, const kvstore::PrefixHash& hash) {
@@ -258,9 +259,11 @@ void CudaResidency::Free(int64_t extent) {
   std::erase(commands_.copied, static_cast<int32_t>(extent));
   std::erase(commands_.sealed, static_cast<int32_t>(extent));
   std::erase(being_copied_, static_cast<int32_t>(extent));
+  std::erase(unsummed_, static_cast<int32_t>(extent));
   const int64_t copy = copies_[static_cast<size_t>(extent)].number;
   if (copy > ended_copies_ && copy <= begun_copies_) copied_.Wait().IgnoreError();
   copies_[static_cast<size_t>(extent)] = {};
+  if (extent < state_.shape.num_extents) checksums_.Forget(extent);
   if (!is_new && was != ExtentState::kNone) commands_.freed.push_back(static_cast<int32_t>(extent));
   if (was == ExtentState::kOpening || was == ExtentState::kOpen) --open_extents_;
 }
@@ -327,6 +330,7 @@ absl::StatusOr<kernels::PagedKv> CudaResidency::BeginStep(uint32_t step, bool bi
 absl::Status CudaResidency::CarryOut(uint32_t step) {
   extents_->GiveWay();
   const cudaStream_t stream = stream_.get();
+  KVASIR_RETURN_IF_ERROR(BeginChecksums());
   KVASIR_RETURN_IF_ERROR(SealCopied());
   KVASIR_RETURN_IF_ERROR(BeginCopies());
   // Slots that are still being copied from may be needed.

@@ -21,6 +21,7 @@
 #include <array>
 #include <cstdint>
 #include <cuda_runtime_api.h>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -29,9 +30,9 @@
 #include "absl/status/statusor.h"
 
 #include "kernels/base/device_buffer.h"
-#include "kernels/base/executor.h"
 #include "kernels/paged/kv_tensor_maps.h"
 #include "kernels/residency/residency_cuda.h"
+#include "kvstore/host/checksum_thread.h"
 #include "kvstore/tiers/page_residency.h"
 #include "worker/backend/cuda/memory/cuda_memory.h"
 #include "worker/backend/cuda/memory/pinned_region.h"
@@ -56,8 +57,7 @@ class CudaResidency final : public kvstore::PageResidency {
  public:
   // `stream` runs the steps' kernels, and outlives the residency.
   static absl::StatusOr<std::unique_ptr<CudaResidency>> Make(
-      const kvstore::ResidencyOptions& options, const CudaStream& stream,
-      kernels::Executor& executor);
+      const kvstore::ResidencyOptions& options, const CudaStream& stream);
   // Waits for work in flight.
   ~CudaResidency() override;
 
@@ -69,7 +69,7 @@ class CudaResidency final : public kvstore::PageResidency {
   absl::Status AwaitExtent(int64_t extent) override { return extents_->Await(extent); }
   absl::Status Open(int64_t extent) override;
   absl::Status Seal(int64_t extent, const kvstore::PrefixHash& hash) override;
-  // Computes the checksums when the copy is over; the device makes none.
+  // Checksums are made on a thread once the copy is over; the device makes none.
   absl::StatusOr<bool> IsExtentWhole(int64_t extent) override;
   void Restore(int64_t extent, const kvstore::PrefixHash& hash) override;
   void MakeLean(int64_t lean, const kvstore::PrefixHash& hash,
@@ -103,7 +103,7 @@ class CudaResidency final : public kvstore::PageResidency {
     bool is_whole = false;
   };
   CudaResidency(const kvstore::ResidencyOptions& options, const CudaStream& stream,
-                kernels::Executor& executor, std::unique_ptr<PinnedRegion> extents);
+                std::unique_ptr<PinnedRegion> extents);
 
   absl::Status TakeMemory(const kvstore::ResidencyOptions& options);
   absl::Status MakeTables();
@@ -116,6 +116,8 @@ class CudaResidency final : public kvstore::PageResidency {
   // pages stay in place until the copies are known to be over, or until slots are scarce: then the
   // stream waits.
   absl::Status BeginCopies();
+  // Has checksums made of the extents whose copies have ended.
+  absl::Status BeginChecksums();
   absl::Status SealCopied();
   void TakeCopied();
   absl::Status TakeRestored(std::span<int32_t> device_extents);
@@ -142,12 +144,12 @@ class CudaResidency final : public kvstore::PageResidency {
   const int64_t num_slots_;
   const int64_t max_blocks_per_slot_;
   const CudaStream& stream_;
-  kernels::Executor& executor_;
   CudaStream fill_stream_, copy_stream_;
   CudaEvent planned_, filled_, written_, copied_;
   std::array<CudaEvent, 2> counted_;  // of odd and of even steps
   const std::unique_ptr<PinnedRegion> extents_;
   kvstore::HostSlab host_;
+  kvstore::ChecksumThread checksums_;
   kernels::DeviceBuffer gathered_;  // pages on the way to extents
   kernels::DeviceBuffer arena_, bounds_, key_codes_, bounds_table_, key_codes_table_, state_memory_,
       block_extents_table_, step_number_;
@@ -160,6 +162,7 @@ class CudaResidency final : public kvstore::PageResidency {
   std::vector<ExtentState> extent_states_;
   std::vector<ExtentCopy> copies_;     // [extent]
   std::vector<int32_t> being_copied_;  // extents not yet sealed on the device
+  std::deque<int32_t> unsummed_;       // sealed extents, in order, whose copies may not have ended
   int64_t begun_copies_ = 0;
   int64_t ended_copies_ = 0;            // known to have ended
   std::vector<int32_t> bindings_;       // [extent], number of slots bound to it

@@ -1,5 +1,5 @@
 // Pins a large piece of host memory, so that the device reads and writes it in place, at the host's
-// address: the host tier of the KV (kvstore/tiers/host_memory.h). Its own threads pin it piece by
+// address: the host tier of the KV (kvstore/host/host_memory.h). Its own threads pin it piece by
 // piece, from first to last: the system must hand out and zero every page first, which takes
 // seconds for tens of gigabytes. A worker serves from the first pieces while the others are still
 // being pinned. What the memory holds stays as it is. Only in builds with CUDA. Await may be called
@@ -18,7 +18,7 @@
 #include "absl/strings/string_view.h"
 
 #include "kernels/base/mutex.h"
-#include "kvstore/tiers/host_memory.h"
+#include "kvstore/host/host_memory.h"
 
 namespace kvasir::worker {
 

@@ -10,7 +10,7 @@
 #include "absl/types/span.h"
 
 #include "kvstore/format/page_format.h"
-#include "kvstore/tiers/freed_memory.h"
+#include "kvstore/host/freed_memory.h"
 
 namespace kvasir::kvstore {
 

@@ -1,4 +1,4 @@
-#include "kvstore/tiers/host_slab.h"
+#include "kvstore/host/host_slab.h"
 
 #include <cstring>
 

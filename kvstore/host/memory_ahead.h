@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "kvstore/tiers/host_memory.h"
+#include "kvstore/host/host_memory.h"
 #include "proto/process/work_thread.h"
 
 namespace kvasir::kvstore {

@@ -1,5 +1,5 @@
 // Memory of the host tier: who may have it, and what it keeps.
-#include "kvstore/tiers/host_memory.h"
+#include "kvstore/host/host_memory.h"
 
 #include <fcntl.h>
 #include <filesystem>

@@ -1,6 +1,6 @@
 // Memory of the host tier that is taken before blocks need it: how much, and beside those who take
 // extents themselves.
-#include "kvstore/tiers/memory_ahead.h"
+#include "kvstore/host/memory_ahead.h"
 
 #include <chrono>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-#include "kvstore/tiers/host_memory.h"
+#include "kvstore/host/host_memory.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -17,7 +17,7 @@
 #include "spdlog/spdlog.h"
 
 #include "kernels/base/status_macros.h"
-#include "kvstore/tiers/freed_memory.h"
+#include "kvstore/host/freed_memory.h"
 
 #define XXH_INLINE_ALL
 #include <xxhash.h>
