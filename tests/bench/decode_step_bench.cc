@@ -11,8 +11,8 @@
 // host tier. --turn is about the cosine of consecutive queries (turning_queries.h); with 0, layers
 // use the queries of the random model.
 //
-// A policy is `all` or the name of a selector, followed by +top_p (0.95) and +interval (8).
-// quest+bound ranks pages by their bounds (docs/decisions/0012).
+// A policy is `all` or the name of a selector, followed by +top_p (0.95), +interval (8) and +layer
+// (one selection a layer). quest+bound ranks pages by their bounds (docs/decisions/0012).
 //
 //   wall       time of Engine::Step with sampling and tables: median and mean over the steps
 //   GPU        time from the begin to the end of the step's graph, likewise

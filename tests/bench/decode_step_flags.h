@@ -116,6 +116,12 @@ inline v1::SparsityPolicy MakePolicy(const std::string& name, int64_t budget) {
       decode.set_top_p(0.95f);
     } else if (parts[0] == "quest" && parts[i] == "bound") {
       decode.mutable_quest()->set_score("bound");
+    } else if (parts[i] == "layer") {  // all heads of a layer share a selection
+      if (is_hip) {
+        decode.mutable_infinitehip()->set_scope("layer");
+      } else {
+        decode.mutable_tokenselect()->set_scope("layer");
+      }
     } else {
       decode.mutable_reuse()->set_rule(parts[i]);
       decode.mutable_reuse()->set_interval(8);

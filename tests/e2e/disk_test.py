@@ -17,7 +17,7 @@ import time
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from support.service import KVASIR, ROOT, Service  # noqa: E402
+from support.service import KVASIR, ROOT, Service, counter  # noqa: E402
 from support.tiny_model import make_tiny_model  # noqa: E402
 
 PAGE_BYTES = 64 * 2 * 16 * 4
@@ -32,13 +32,6 @@ def make_prompts(count, tokens=150, seed=1):
     """Returns prompts of token ids that share nothing."""
     rng = random.Random(seed)
     return [[rng.randrange(3, 1400) for _ in range(tokens)] for _ in range(count)]
-
-
-def counter(service, name, rank=0, **labels):
-    """Returns the sum over the series of a worker's metric that have these labels."""
-    wanted = [f'{key}="{value}"' for key, value in labels.items()]
-    return sum(value for key, value in service.metrics(service.worker_metrics[rank]).items()
-               if key.split("{")[0] == name and all(label in key for label in wanted))
 
 
 def read_bytes(service, rank=0):

@@ -1,4 +1,5 @@
-"""The service with a GPU per worker: a group answers as one GPU does, and a stream outlives a lost worker."""
+"""The service with a GPU per worker: a group answers as one GPU does, a stream outlives a lost worker, and a store on disk is
+warm for other tensor-parallel degrees, whichever device wrote it."""
 
 import glob
 import os
@@ -6,17 +7,20 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from support.service import Service  # noqa: E402
+from support.service import Service, counter  # noqa: E402
 
 from documents import make_document  # noqa: E402
 
 DOCUMENT = make_document("multi_key", 7000, num_questions=8, seed=7)
-FLAGS = ["--device=cuda", "--dtype=bfloat16", "--kv-cache-dtype=bfloat16", "--kv-device-size-gb=4", "--kv-host-size-gb=2",
-         "--sparse-selector=quest"]
+ON_CPU = ["--dtype=bfloat16", "--kv-cache-dtype=bfloat16", "--kv-host-size-gb=2", "--sparse-selector=quest"]
+FLAGS = ["--device=cuda", "--kv-device-size-gb=4", *ON_CPU]
+RESTORED = "kvasir_kv_restored_pages_total"
+BLOCK_TOKENS, TAIL_TOKENS, LAYERS, KV_HEADS = 64, 64, 6, 4
 LONG = dict(max_tokens=4000, ignore_eos=True)
 TOLD_WITHIN_S = 5   # that the stream waits for a worker
 AGAIN_WITHIN_S = 60  # its next token: a process starts, loads its weights and reads the tokens so far
@@ -34,6 +38,54 @@ def answers(service):
 
 def exact(found):
     return sum(a.text + "." == q.answer for a, q in zip(found, DOCUMENT.questions))
+
+
+def found_tokens(answer):
+    """Returns how many of a prompt's tokens lie in blocks: its tail, which selects by itself, is always computed."""
+    return (answer.finish.usage.prompt_tokens - TAIL_TOKENS) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+@unittest.skipIf(num_gpus() < 1, "no GPU on this machine")
+class OtherDegrees(unittest.TestCase):
+    def setUp(self):
+        self.store = self.enterContext(tempfile.TemporaryDirectory(prefix="kvasir-degrees-"))
+
+    def serve(self, flags, ranks):
+        return Service(flags=[*flags, f"--kv-disk-path={self.store}", "--kv-disk-size-gb=4", f"--tensor-parallel-size={ranks}"])
+
+    def write(self, flags, ranks):
+        with self.serve(flags, ranks) as service:
+            found = answers(service)
+        self.assertEqual(found[0].cached_tokens, 0, "nothing is there before")
+        self.assertGreaterEqual(exact(found), 7)
+        self.assertEqual(sorted(os.listdir(self.store)), [f"head{head}" for head in range(KV_HEADS)])
+        return found
+
+    def check_warm(self, flags, ranks, written):
+        with self.serve(flags, ranks) as service:
+            found = answers(service)
+            for answer in found:
+                self.assertEqual(answer.cached_tokens, found_tokens(answer), "only the tail is computed")
+            self.assertEqual(found[0].finish.usage.cached_tokens.disk, found_tokens(found[0]))
+            for rank in range(ranks):
+                self.assertGreaterEqual(counter(service, RESTORED, rank, result="ok"),
+                                        found_tokens(found[0]) // BLOCK_TOKENS * LAYERS * KV_HEADS // ranks)
+                self.assertEqual(counter(service, RESTORED, rank, result="failed"), 0)
+        same = sum(a.token_ids == b.token_ids for a, b in zip(found, written))
+        print(f"exact answers {exact(written)} and {exact(found)} of 8, {same} with the same tokens")
+        self.assertGreaterEqual(exact(found), 7)
+        self.assertGreaterEqual(same, 7)
+
+    def test_a_gpu_reads_what_two_ranks_on_a_cpu_wrote_and_they_what_it_wrote(self):
+        self.check_warm(FLAGS, 1, self.write(ON_CPU, 2))
+        self.store = self.enterContext(tempfile.TemporaryDirectory(prefix="kvasir-degrees-"))
+        self.check_warm(ON_CPU, 2, self.write(FLAGS, 1))
+
+    @unittest.skipIf(num_gpus() < 2, f"{num_gpus()} GPUs on this machine, 2 are needed")
+    def test_one_gpu_reads_what_two_wrote_and_two_what_one_wrote(self):
+        self.check_warm(FLAGS, 1, self.write(FLAGS, 2))
+        self.store = self.enterContext(tempfile.TemporaryDirectory(prefix="kvasir-degrees-"))
+        self.check_warm(FLAGS, 2, self.write(FLAGS, 1))
 
 
 @unittest.skipIf(num_gpus() < 2, f"{num_gpus()} GPUs on this machine, 2 are needed")

@@ -185,3 +185,10 @@ class Service:
             if self.process.poll() is None:
                 self.process.kill()
             self.folder.cleanup()
+
+
+def counter(service, name, rank=0, **labels):
+    """Returns the sum over the series of a worker's metric that have these labels."""
+    wanted = [f'{key}="{value}"' for key, value in labels.items()]
+    return sum(value for key, value in service.metrics(service.worker_metrics[rank]).items()
+               if key.split("{")[0] == name and all(label in key for label in wanted))

@@ -152,7 +152,8 @@ inline TestRequest MakeSparseRequest(std::vector<uint32_t> prompt, uint32_t poli
 
 struct TestWorkerOptions {
   std::string folder;
-  bool dummy_weights = false;  // the folder has a shape alone
+  bool dummy_weights = false;  // the folder has a shape alone, or its weights are left
+  int64_t num_kv_heads = 0;    // in place of the model's, with dummy weights; 0: the model's
   int64_t rank = 0;
   int64_t num_ranks = 1;
   kernels::DType dtype = kernels::DType::kFloat32;
@@ -175,6 +176,7 @@ class TestModel {
       : executor_(options.num_threads), backend_(MakeBackend(options.device, executor_).value()) {
     ModelConfig config = LoadModelConfig(options.folder).value();
     if (!options.layer_windows.empty()) config.layer_windows = options.layer_windows;
+    if (options.num_kv_heads != 0) config.num_kv_heads = options.num_kv_heads;
     const ShardPlan shard = ShardPlan::Make(config, options.rank, options.num_ranks).value();
     transformer_ = Transformer::Create(MakeWeights(options, config, shard),
                                        {.config = config,

@@ -132,8 +132,16 @@ uint64_t HashOf(const Answers& answers) {
   return hash;
 }
 
-TestWorkerOptions ModelOptions(int rank, int size) {
+struct Group {
+  int size = 2;
+  bool shares_gpu = false;  // all ranks are on one GPU
+  int64_t kv_heads = 0;  // of a random model with so few that ranks share one; 0: the test's model
+};
+
+TestWorkerOptions ModelOptions(const Group& group, int rank, int size) {
   return {.folder = kModel,
+          .dummy_weights = group.kv_heads != 0,
+          .num_kv_heads = group.kv_heads,
           .rank = rank,
           .num_ranks = size,
           .dtype = kernels::DType::kBFloat16,
@@ -146,11 +154,6 @@ TestWorkerOptions ModelOptions(int rank, int size) {
 // Waits for the other ranks. From then on they may be silent for only a few seconds; null: failed.
 using Meet = std::function<std::unique_ptr<Collective>()>;
 
-struct Group {
-  int size = 2;
-  bool shares_gpu = false;  // all ranks are on one GPU
-};
-
 // Runs `body` where there is a GPU for each rank, or one that they share.
 int RunRank(int rank, const Group& group, Rendezvous& rendezvous,
             const std::function<void(TestModel& model, const Meet& meet)>& body) {
@@ -159,7 +162,7 @@ int RunRank(int rank, const Group& group, Rendezvous& rendezvous,
   const int needed = group.shares_gpu ? 1 : size;
   if (cudaGetDeviceCount(&devices) != cudaSuccess || devices < needed) return kTooFewGpus;
   cudaSetDevice(group.shares_gpu ? 0 : rank);
-  TestModel model(ModelOptions(rank, size));
+  TestModel model(ModelOptions(group, rank, size));
   body(model, [&]() -> std::unique_ptr<Collective> {
     auto ranks = GlooCollective::Connect({.rank = rank, .size = size, .timeout = absl::Seconds(4)},
                                          rendezvous);
@@ -182,12 +185,15 @@ TEST_P(CudaParallelTest, RanksAnswerAsOneDoes) {
     return RunRank(rank, group, rendezvous, [&](TestModel& model, const Meet& meet) {
       Answers one;
       if (rank == 0) {
-        TestModel alone(ModelOptions(0, 1));
+        TestModel alone(ModelOptions(group, 0, 1));
         SingleCollective nobody;
         one = Serve(alone, nobody);
       }
       const std::unique_ptr<Collective> ranks = meet();
       ASSERT_NE(ranks, nullptr);
+      const ShardPlan& shard = model.transformer().options().shard;
+      EXPECT_EQ(shard.kv_replicas,
+                group.kv_heads == 0 ? std::max(1, group.size / 4) : group.size / group.kv_heads);
       for (int round = 0; round < 2; ++round) {
         const absl::Status joined = model.transformer().backend().JoinRanks(*ranks);
         ASSERT_TRUE(joined.ok()) << joined;
@@ -207,10 +213,15 @@ TEST_P(CudaParallelTest, RanksAnswerAsOneDoes) {
 }
 
 std::string NameOf(const testing::TestParamInfo<Group>& test) {
-  return std::to_string(test.param.size) + (test.param.shares_gpu ? "OnOneGpu" : "Gpus");
+  const Group& group = test.param;
+  return std::to_string(group.size) + (group.shares_gpu ? "OnOneGpu" : "Gpus") +
+         (group.kv_heads == 0 ? "" : "Share" + std::to_string(group.kv_heads) + "KvHeads");
 }
 INSTANTIATE_TEST_SUITE_P(Sizes, CudaParallelTest,
-                         testing::Values(Group{2}, Group{4}, Group{8}, Group{2, true}), NameOf);
+                         testing::Values(Group{2}, Group{4}, Group{8}, Group{2, true},
+                                         Group{2, false, 1}, Group{4, false, 2}, Group{8, false, 2},
+                                         Group{2, true, 1}),
+                         NameOf);
 
 // Rank 1 gets `signal` in the middle of an answer.
 void ExpectErrorInTime(int signal) {
