@@ -115,7 +115,12 @@ absl::StatusOr<Block> KvStoreImpl::Open(BlockId id) {
                      " are not of open blocks; seal blocks or raise kv_device_size_gb"));
   }
   KVASIR_ASSIGN_OR_RETURN(const int64_t extent, TakeHostExtent(id));
-  KVASIR_RETURN_IF_ERROR(pages_->Open(extent));
+  absl::Status opened = AwaitMemory(extent);
+  if (opened.ok()) opened = pages_->Open(extent);
+  if (!opened.ok()) {
+    FreeIfUnused(id);
+    return opened;
+  }
   blocks_.at(id).handles = 1;
   return Block(id, *this);
 }
@@ -123,21 +128,36 @@ absl::StatusOr<Block> KvStoreImpl::Open(BlockId id) {
 absl::StatusOr<int64_t> KvStoreImpl::TakeHostExtent(BlockId id) {
   if (lean_ != nullptr && num_whole() >= whole_room()) ShedBlocks();
   KVASIR_RETURN_IF_ERROR(CheckHostRoom(id));
-  KVASIR_ASSIGN_OR_RETURN(const int64_t extent, TakeHostMemory());
+  const int64_t extent = TakeExtent();
   extent_blocks_[static_cast<size_t>(extent)] = id;
   blocks_[id].extent = extent;
   return extent;
 }
 
-absl::StatusOr<int64_t> KvStoreImpl::TakeHostMemory() {
+int64_t KvStoreImpl::TakeExtent() {
   if (host_.num_free() == 0) MakeRoom();
   const int64_t extent = host_.Take();
-  absl::Status there = pages_->AwaitExtent(extent);
-  if (there.ok()) there = memory_.Reserve(extent);
   ahead_.OnTaken(extent);
-  if (there.ok()) return extent;
-  host_.Free(extent);
-  return there;
+  return extent;
+}
+
+absl::Status KvStoreImpl::AwaitMemory(int64_t extent) {
+  KVASIR_RETURN_IF_ERROR(pages_->AwaitExtent(extent));
+  return memory_.Reserve(extent);
+}
+
+bool KvStoreImpl::IsMemoryThere(int64_t extent) const {
+  const bool is_taken =
+      memory_.IsReserved(extent) || memory_.WasTouched(extent) || ahead_.has_failed();
+  return is_taken && pages_->IsExtentThere(extent);
+}
+
+void KvStoreImpl::FreeExtent(int64_t extent) {
+  if (memory_.IsReserved(extent) || memory_.WasTouched(extent)) {
+    host_.Free(extent);
+  } else {
+    host_.FreeUntouched(extent);
+  }
 }
 
 absl::Status KvStoreImpl::CheckHostRoom(BlockId id) const {
@@ -238,7 +258,7 @@ void KvStoreImpl::FreeIfUnused(BlockId id) {
   if (is_lean) {
     lean_->Free(extent);
   } else if (!goes_back) {
-    host_.Free(extent);
+    FreeExtent(extent);
   } else if (const std::optional<BlockIdentity> back = adopted_.TakeBack(extent)) {
     changed_[back->hash] = back->tokens;
   }

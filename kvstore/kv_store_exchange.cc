@@ -65,7 +65,9 @@ absl::Status KvStoreImpl::Import(BlockId id, const BlockIdentity& block,
   }
   KVASIR_ASSIGN_OR_RETURN(const int64_t number, TakeHostExtent(id));
   const absl::Span<std::byte> extent = host_.extent(number);
-  if (absl::Status put = PutParts(block.hash, parts, extent); !put.ok()) {
+  absl::Status put = AwaitMemory(number);
+  if (put.ok()) put = PutParts(block.hash, parts, extent);
+  if (!put.ok()) {
     FreeIfUnused(id);
     return put;
   }

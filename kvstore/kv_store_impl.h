@@ -168,10 +168,15 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   void Release(BlockId id) override;
   void FreeIfUnused(BlockId id);
   // Takes an extent of the host tier for block `id`, and returns its index. RESOURCE_EXHAUSTED when
-  // there is none.
+  // there is none. Its memory must be awaited.
   absl::StatusOr<int64_t> TakeHostExtent(BlockId id);
   // Takes an extent of the host tier, of which a block or a transfer has room.
-  absl::StatusOr<int64_t> TakeHostMemory();
+  int64_t TakeExtent();
+  // Waits for an extent's memory, which must be there before anyone touches it.
+  absl::Status AwaitMemory(int64_t extent);
+  // Whether AwaitMemory would not wait for long.
+  bool IsMemoryThere(int64_t extent) const;
+  void FreeExtent(int64_t extent);
   absl::Status CheckHostRoom(BlockId id) const;
   bool IsLean(int64_t extent) const { return lean_ != nullptr && lean_->range().contains(extent); }
   bool IsLean(const BlockState& block) const { return IsLean(block.extent); }

@@ -34,10 +34,19 @@ bool KvStoreImpl::TakeLean(BlockId id, const PrefixHash& hash) {
 }
 
 absl::StatusOr<absl::Span<std::byte>> KvStoreImpl::PlaceOfRead(BlockState& block) {
-  if (!IsLean(block)) return host_.extent(block.extent);
+  if (!IsLean(block)) {
+    KVASIR_RETURN_IF_ERROR(AwaitMemory(block.extent));
+    return host_.extent(block.extent);
+  }
   if (!keeps_key_codes_) return lean_->front(block.extent);
-  KVASIR_ASSIGN_OR_RETURN(block.staging, TakeHostMemory());
-  return host_.extent(block.staging);
+  const int64_t staging = TakeExtent();
+  const absl::Status there = AwaitMemory(staging);
+  if (!there.ok()) {
+    FreeExtent(staging);
+    return there;
+  }
+  block.staging = staging;
+  return host_.extent(staging);
 }
 
 void KvStoreImpl::EndLeanRead(BlockState& block, const absl::Status& status) {

@@ -190,10 +190,16 @@ void KvStoreImpl::StartReads() {
     return it == blocks_.end() || it->second.transfer != Transfer::kReadQueued;
   };
   const auto peers_have_room = [&] { return reads_at_peers_ < MostReadsAtPeers(); };
+  // A step does not wait for the memory of blocks that it does not compute.
+  const auto has_memory = [&](const BlockState& block) {
+    return IsLean(block) || IsMemoryThere(block.extent);
+  };
   for (; HasRoomForTransfer() && peers_have_room() && !queued_at_peers_.empty();
        queued_at_peers_.pop_front()) {
     const BlockId id = queued_at_peers_.front();
-    if (!is_dropped(id)) start(id, blocks_.at(id), /*at_peers=*/true);
+    if (is_dropped(id)) continue;
+    if (!has_memory(blocks_.at(id))) break;
+    start(id, blocks_.at(id), /*at_peers=*/true);
   }
   for (; !queued_reads_.empty(); queued_reads_.pop_front()) {
     const BlockId id = queued_reads_.front();
@@ -201,6 +207,7 @@ void KvStoreImpl::StartReads() {
     BlockState& block = blocks_.at(id);
     const bool is_front = IsLean(block) && !keeps_key_codes_;
     if (is_front ? front_reads_ == kMostFrontReads : !HasRoomForTransfer()) break;
+    if (!has_memory(block)) break;
     const bool at_peers = !IsLean(block) && !below_->Holds(block.hash);
     if (at_peers && !peers_have_room()) {
       queued_at_peers_.push_back(id);

@@ -194,8 +194,11 @@ void RestoreBook::OnRestored(const v1::RestoredBlock& restored, TimePoint now) {
 }
 
 // A question waits for the step that carries it, and its answer for the one that runs meanwhile. A
-// few blocks may wait for that longer than they would take to compute, and tell nothing.
+// few blocks may wait for that longer than they would take to compute, and tell nothing. Nor do
+// those of a prompt that another server reads: that keeps it from the steps of streams, at any
+// speed.
 void RestoreBook::JudgePeers(Entry& entry, TimePoint now) {
+  if (entry.sequence->spec.is_read_elsewhere) return;
   if (entry.next_at_peers == 0 || entry.asked < kFirstAtPeers || !prefill_rate_.is_known()) return;
   const double tokens = static_cast<double>(entry.asked * kBlockTokens);
   if (Between(entry.asked_at, now) - 2 * last_step_ <= prefill_rate_.TimeFor(tokens)) {

@@ -205,6 +205,11 @@ absl::Status HostMemory::Reserve(int64_t extent) {
   return taken;
 }
 
+bool HostMemory::IsReserved(int64_t extent) const {
+  MutexLock lock(mu_);
+  return reserved_[static_cast<size_t>(extent)] == Reserved::kYes;
+}
+
 // Takes whole huge pages, with parts of the extents beside it. KV is read in scattered pages, and
 // the system makes huge pages of memory that is shared only when it is asked for each of them:
 // `shmem_enabled` is `never` on most machines. It makes one where at least one page is; if all are,

@@ -40,13 +40,21 @@ int64_t HostSlab::Take() {
 }
 
 void HostSlab::Free(int64_t freed) {
+  ExtentFormat::RemoveHeader(extent(freed));
+  const bool was_whole = !is_stale(freed);
+  FreeUntouched(freed);
+  if (was_whole) MarkStale(freed);
+}
+
+void HostSlab::FreeUntouched(int64_t freed) {
   KVASIR_CHECK(taken(freed));
   taken_[static_cast<size_t>(freed)] = false;
   free_.push_back(freed);
-  ExtentFormat::RemoveHeader(extent(freed));
   const bool wipes = wipes_[static_cast<size_t>(freed)] && is_stale(freed);
-  if (wipes) std::memset(extent(freed).data(), 0, extent(freed).size());
-  stale_[static_cast<size_t>(freed)] = !wipes;
+  if (wipes) {  // it holds an earlier block
+    std::memset(extent(freed).data(), 0, extent(freed).size());
+    stale_[static_cast<size_t>(freed)] = false;
+  }
   wipes_[static_cast<size_t>(freed)] = false;
   MarkFreed(freed_, extent(freed).data(), format_.extent_bytes());
 }

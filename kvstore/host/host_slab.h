@@ -24,6 +24,8 @@ class HostSlab {
   // REQUIRES: num_free() > 0.
   int64_t Take();
   void Free(int64_t extent);
+  // The same for an extent that nobody has touched since Take: it may have no memory yet.
+  void FreeUntouched(int64_t extent);
 
   // --- bytes of blocks that are gone
 

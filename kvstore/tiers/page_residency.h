@@ -77,6 +77,8 @@ class PageResidency {
   // Waits until a taken extent may be touched: the store may serve while memory of the
   // host tier is still being prepared. RESOURCE_EXHAUSTED if that fails.
   virtual absl::Status AwaitExtent(int64_t /*extent*/) { return absl::OkStatus(); }
+  // Whether AwaitExtent would not wait.
+  virtual bool IsExtentThere(int64_t /*extent*/) { return true; }
 
   // REQUIRES: openable_pages() - pinned_pages() is at least one block's pages.
   virtual absl::Status Open(int64_t extent) = 0;

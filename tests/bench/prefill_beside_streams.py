@@ -3,10 +3,12 @@
 own, and while there is none.
 
     tests/bench/prefill_beside_streams.py --build build/cpu
+    tests/bench/prefill_beside_streams.py --build build/cpu --large --read-before --tokens=12288   # into fresh memory at first
     tests/bench/prefill_beside_streams.py --build out/gpu --gpus=0,1 --shape=tests/model/shapes/llama-3.1-8b   # a GPU for each
 
 On a CPU each server has one core for itself. The client, which does little, shares that of the server that prefills, and goes
-first there. `fetched` is the least share of the prompt's blocks that came from the server which read it.
+first there. With --large a block has as much KV as a large model's, and the prompt is read with a window; with --read-before
+the other server has read the prompt already, so that its blocks come as fast as they can. `fetched` is the least share of the prompt's blocks that came from the server which read it.
 """
 
 import argparse
@@ -19,6 +21,11 @@ import threading
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+
+LARGE_BYTES_PER_TOKEN = 32 * 4 * 128 * 2 * 4  # layers, KV heads, head_dim, K and V, fp32: 8 MiB a block
+WINDOW = ["--sparse-selector=streaming", "--sparse-prefill-selector=streaming", "--sparse-window-tokens=64",
+          "--sparse-sink-tokens=64"]
 
 
 def on_core(core):
@@ -64,7 +71,7 @@ def on_gpu(gpu):
 class Pair:
     """A server that prefills and one that decodes, each on a core of its own, with a random model, or on a GPU."""
 
-    def __init__(self, folder, tokens, gpus, shape):
+    def __init__(self, folder, tokens, gpus, shape, large):
         from support.peers import free_ports
         from support.service import Service
         from support.tiny_model import make_tiny_model
@@ -78,23 +85,29 @@ class Pair:
             model, places = folder, [on_gpu(gpu) for gpu in gpus]
             copy_shape(shape, folder)
             flags = ["--device=cuda", "--dtype=bfloat16", "--load-format=dummy", "--kv-host-size-gb=20"]
+        elif large:
+            model, places = make_tiny_model(folder / "model", kv_heads=4, layers=32, head_dim=128), [on_core(0), on_core(1)]
+            host = 2.4 * tokens * LARGE_BYTES_PER_TOKEN / 1e9
+            flags = ["--threads=1", f"--kv-host-size-gb={host}", "--kv-device-size-gb=0.5", *WINDOW]
         else:
             model, places = make_tiny_model(folder / "model"), [on_core(0), on_core(1)]
             flags = ["--threads=1", "--kv-host-size-gb=2", "--kv-device-size-gb=0.5"]
         flags += [f"--peer-secret-file={write_secret(folder, 'secret')}", "--mass-sample-rate=0",
-                  f"--max-model-len={max(2 * tokens, 32768)}", "--allow-long-max-model-len"]
+                  f"--max-model-len={2 * tokens if large else max(2 * tokens, 32768)}", "--allow-long-max-model-len"]
         self.prefill = Service(model=model, preexec=places[0], flags=[*flags, f"--peer-listen=127.0.0.1:{first}"])
         self.decode = Service(model=model, preexec=places[1], flags=[
             *flags, f"--peer-listen=127.0.0.1:{first + 1}", f"--peers=127.0.0.1:{first}",
             f"--prefill-servers={self.prefill.address}", f"--prefill-min-tokens={tokens}"])
         self.decode.wait_for_log(": linked, for blocks of")
 
-    def play(self, seed, num_streams, prompt_tokens, seconds):
+    def play(self, seed, num_streams, prompt_tokens, seconds, read_before):
         """Times between tokens of streams while a prompt is read, or for `seconds` if it is empty; how long that took; and the share
         of the prompt's blocks that came from the other server."""
         from support.peers import make_prompt, shared_tokens
         from support.service import read_stream
 
+        if read_before and prompt_tokens >= self.tokens:
+            self.prefill.generate(make_prompt(seed, prompt_tokens), max_tokens=1)
         streams = Streams(self.decode, num_streams, lambda i: make_prompt(seed * 100 + i, 500))
         while any(len(times) < 100 for times in streams.times):
             time.sleep(0.01)
@@ -121,11 +134,13 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--gpus", default="", help="of the server that prefills and of the one that decodes: 0,1")
     parser.add_argument("--shape", default="tests/model/shapes/llama-3.1-8b", help="the model on GPUs, with random weights")
+    parser.add_argument("--large", action="store_true", help="a model with 8 MiB of KV a block")
+    parser.add_argument("--read-before", action="store_true", help="the other server has read the prompt before")
     args = parser.parse_args()
     os.environ["KVASIR_BUILD"] = args.build
 
     gpus = args.gpus.split(",") if args.gpus else []
-    pair = Pair(pathlib.Path(tempfile.mkdtemp(prefix="kvasir-prefill-bench-")), args.tokens, gpus, args.shape)
+    pair = Pair(pathlib.Path(tempfile.mkdtemp(prefix="kvasir-prefill-bench-")), args.tokens, gpus, args.shape, args.large)
     if not gpus:
         on_core(0)()
         os.setpriority(os.PRIO_PROCESS, 0, -10)
@@ -137,7 +152,7 @@ def main():
     seconds = 0
     for number in range(args.rounds * len(cases)):
         name = list(cases)[number % len(cases)]
-        round_gaps, seconds, share = pair.play(number + 1, args.streams, cases[name], seconds)
+        round_gaps, seconds, share = pair.play(number + 1, args.streams, cases[name], seconds, args.read_before)
         gaps[name].append([1000 * gap for gap in round_gaps])
         took[name].append(seconds)
         fetched[name].append(share)

@@ -135,6 +135,39 @@ TEST_F(SchedulerElsewhereTest, AbsentBlocksAreAskedForWithTheNextOnesAndNotBefor
   EXPECT_EQ(worker_->reads(), 9);
 }
 
+// Computing them would be faster, and would hold up streams.
+TEST_F(SchedulerElsewhereTest, SlowBlocksAreStillFetched) {
+  SymbolicWorkerOptions owner = kReader, asker = kWithPeers;
+  owner.disk_blocks = owner.host_blocks = asker.host_blocks = 1000;
+  Make(asker);
+  Add(Spec(Prompt(64 * 3, 9), 1));  // from now on it is known how fast prompts are read
+  RunUntilIdle();
+  SequenceSpec spec = Spec(Prompt(64 * 200 + 10, 5), 1);
+  spec.is_read_elsewhere = true;
+  const std::vector<int32_t> prompt = spec.prompt;
+  const SequenceId id = Add(std::move(spec));
+  std::unique_ptr<SymbolicWorker> worker = std::move(worker_);
+  std::unique_ptr<Scheduler> scheduler = std::move(scheduler_);
+  Make(owner);
+  Add(Spec(prompt, 1));
+  RunUntilIdle();
+  worker->AskPeer(*worker_);
+  worker_ = std::move(worker);
+  scheduler_ = std::move(scheduler);
+
+  Tell(id, 64, 64);
+  now_ += std::chrono::seconds(9);
+  DeliverTierReport();
+  EXPECT_FALSE(scheduler_->stats().peers_set_aside);
+  Tell(id, 200, 136);
+  now_ += std::chrono::seconds(9);
+  DeliverTierReport();
+  scheduler_->EndReadElsewhere(id, Elsewhere::kRead, now_);
+  RunUntilIdle();
+  EXPECT_EQ(finished_.at(id).summary.usage().cached_tokens().peer(), 64 * 200u);
+  EXPECT_FALSE(scheduler_->stats().peers_set_aside);
+}
+
 // The reader tells of its end before its ranks seal what the last step read.
 TEST_F(SchedulerElsewhereTest, TheLastBlocksAreAskedForAgainUntilTheyAreSealed) {
   const SequenceId id = BeginAndFetchHalf();

@@ -16,6 +16,7 @@ class ForwardingResidency : public PageResidency {
 
   HostSlab& host() override { return inner_->host(); }
   absl::Status AwaitExtent(int64_t extent) override { return inner_->AwaitExtent(extent); }
+  bool IsExtentThere(int64_t extent) override { return inner_->IsExtentThere(extent); }
   absl::Status Open(int64_t extent) override { return inner_->Open(extent); }
   absl::Status Seal(int64_t extent, const PrefixHash& hash) override {
     return inner_->Seal(extent, hash);

@@ -351,6 +351,7 @@ TEST_F(KvStoreTierTest, ReadsAtASilentPeerLeaveRoomForTheDisk) {
   for (uint32_t name = 200; name < 210; ++name) {
     ASSERT_TRUE(store_->Restore(BlockId(name), HashOf(name)).ok());
   }
+  while (peer.asked.size() < 2) store_->PollTier();                // their memory comes
   EXPECT_THAT(peer.asked, ElementsAre(HashOf(200), HashOf(201)));  // of four transfers
   EXPECT_TRUE(Restore(2, 100).ok());
   MakeSealed(3, 101);

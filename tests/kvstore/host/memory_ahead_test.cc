@@ -54,16 +54,16 @@ TEST_F(MemoryAheadTest, TakesAFewExtentsAtFirstAndThenAsManyAsWereTaken) {
   {
     MemoryAhead ahead(*memory_, kExtents);
     ahead.OnTaken(0);
-    EXPECT_EQ(HeldExtents(kLeast), kLeast);  // nobody has reserved the first
+    EXPECT_EQ(HeldExtents(kLeast + 1), kLeast + 1);
     for (int64_t extent = 1; extent < 40; ++extent) ahead.OnTaken(extent);
-    EXPECT_EQ(HeldExtents(79), 79);
-    EXPECT_EQ(HeldExtents(80, 50ms), 79);
+    EXPECT_EQ(HeldExtents(80), 80);
+    EXPECT_EQ(HeldExtents(81, 50ms), 80);
     ahead.OnTaken(3);  // given back and taken again
   }
-  EXPECT_EQ(HeldExtents(0), 79);
+  EXPECT_EQ(HeldExtents(0), 80);
   MemoryAhead ahead(*memory_, kExtents);
   for (int64_t extent = 0; extent < kExtents; ++extent) ahead.OnTaken(extent);
-  EXPECT_EQ(HeldExtents(kExtents - 1), kExtents - 1);
+  EXPECT_EQ(HeldExtents(kExtents), kExtents);
 }
 
 TEST_F(MemoryAheadTest, OthersReserveTheSameExtents) {

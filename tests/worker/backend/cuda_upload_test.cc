@@ -102,6 +102,19 @@ TEST_F(PinnedRegionTest, EveryPartComesAsItIs) {
   EXPECT_EQ(*last, std::byte{7});
 }
 
+// A step may ask for the last part while blocks that come from elsewhere have the others.
+TEST_F(PinnedRegionTest, APartThatIsAwaitedDoesNotWaitForThoseBeforeIt) {
+  ASSERT_TRUE(memory_->Fit(format_, "", kParts).ok());
+  const auto region = Pin();
+  ASSERT_TRUE(region->Start().ok());
+  region->GiveWay();
+  EXPECT_FALSE(region->IsThere(kParts - 1));
+  ASSERT_TRUE(region->Await(kParts - 1).ok());
+  EXPECT_TRUE(region->IsThere(kParts - 1));
+  EXPECT_FALSE(region->IsThere(kParts / 2));
+  EXPECT_TRUE(region->Await(kParts / 2).ok());
+}
+
 TEST_F(PinnedRegionTest, ARegionMayGoWhileItIsPinned) {
   ASSERT_TRUE(memory_->Fit(format_, "", kParts).ok());
   EXPECT_TRUE(Pin()->Start().ok());

@@ -67,6 +67,7 @@ class CudaResidency final : public kvstore::PageResidency {
   kvstore::HostSlab& host() override { return host_; }
   // Extents are pinned in their order while the first of them are used.
   absl::Status AwaitExtent(int64_t extent) override { return extents_->Await(extent); }
+  bool IsExtentThere(int64_t extent) override { return extents_->IsThere(extent); }
   absl::Status Open(int64_t extent) override;
   absl::Status Seal(int64_t extent, const kvstore::PrefixHash& hash) override;
   // Checksums are made on a thread once the copy is over; the device makes none.

@@ -61,14 +61,25 @@ absl::Status PinnedRegion::Start() {
 void PinnedRegion::PinPieces(int device) {
   cudaSetDevice(device);  // sets it for this thread
   for (;;) {
-    int64_t piece = 0;
+    std::optional<int64_t> piece;
     {
       MutexLock lock(mu_);
-      if (stopping_ || !failed_.ok() || next_ == std::ssize(pieces_)) return;
-      piece = next_++;
+      if (!stopping_ && failed_.ok()) piece = ChoosePiece();
+      if (!piece.has_value()) return;
+      pieces_[static_cast<size_t>(*piece)] = Piece::kBegun;
     }
-    EndPiece(piece, PinPiece(piece));
+    EndPiece(*piece, PinPiece(*piece));
   }
+}
+
+std::optional<int64_t> PinnedRegion::ChoosePiece() {
+  for (; !awaited_.empty(); awaited_.pop_back()) {
+    if (state_of(awaited_.back()) == Piece::kWaits) return awaited_.back();
+  }
+  for (; next_ < std::ssize(pieces_); ++next_) {
+    if (state_of(next_) == Piece::kWaits) return next_;
+  }
+  return std::nullopt;
 }
 
 absl::Status PinnedRegion::PinPiece(int64_t piece) {
@@ -118,16 +129,19 @@ void PinnedRegion::EndPiece(int64_t piece, const absl::Status& status) {
 }
 
 absl::Status PinnedRegion::Await(int64_t part) {
-  const auto piece = static_cast<size_t>(part / parts_per_piece_);
+  const int64_t piece = part / parts_per_piece_;
   MutexLock lock(mu_);
   ++num_waiting_;
+  if (state_of(piece) == Piece::kWaits) awaited_.push_back(piece);
   changed_.NotifyAll();
-  // A piece that has been begun ends with its own status; the others end with the first error.
-  while (pieces_[piece] == Piece::kWaits && (failed_.ok() || static_cast<int64_t>(piece) < next_)) {
-    changed_.Wait(mu_);
-  }
+  while (!HasEnded(piece)) changed_.Wait(mu_);
   --num_waiting_;
-  return pieces_[piece] == Piece::kPinned ? absl::OkStatus() : failed_;
+  return state_of(piece) == Piece::kPinned ? absl::OkStatus() : failed_;
+}
+
+bool PinnedRegion::IsThere(int64_t part) {
+  MutexLock lock(mu_);
+  return HasEnded(part / parts_per_piece_);
 }
 
 PinnedRegion::~PinnedRegion() {

@@ -1,15 +1,16 @@
 // Pins a large piece of host memory, so that the device reads and writes it in place, at the host's
 // address: the host tier of the KV (kvstore/host/host_memory.h). Its own threads pin it piece by
-// piece, from first to last: the system must hand out and zero every page first, which takes
-// seconds for tens of gigabytes. A worker serves from the first pieces while the others are still
-// being pinned. What the memory holds stays as it is. Only in builds with CUDA. Await may be called
-// on any thread.
+// piece, from first to last, but for pieces that somebody waits for: the system must hand out and
+// zero every page first, which takes seconds for tens of gigabytes. A worker serves from the first
+// pieces while the others are still being pinned. What the memory holds stays as it is. Only in
+// builds with CUDA. Await may be called on any thread.
 #pragma once
 
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -45,6 +46,8 @@ class PinnedRegion {
   // Waits until the part is pinned; required before anyone touches it. Called after Start.
   // RESOURCE_EXHAUSTED or INTERNAL when it cannot be pinned.
   absl::Status Await(int64_t part) EXCLUDES(mu_);
+  // Whether Await would not wait.
+  bool IsThere(int64_t part) EXCLUDES(mu_);
   // A step is launched: for a while pinning leaves the driver to steps for most of the time, unless
   // Await waits.
   void GiveWay() EXCLUDES(mu_);
@@ -52,10 +55,20 @@ class PinnedRegion {
  private:
   using Clock = std::chrono::steady_clock;
 
-  enum class Piece : uint8_t { kWaits, kPinned, kFailed };
+  enum class Piece : uint8_t { kWaits, kBegun, kPinned, kFailed };
 
   PinnedRegion(kvstore::HostMemory& memory, int64_t part_bytes, int64_t num_parts);
 
+  Piece state_of(int64_t piece) const REQUIRES(mu_) { return pieces_[static_cast<size_t>(piece)]; }
+  // A piece that has been begun ends with its own status; the others end with the first error.
+  bool HasEnded(int64_t piece) const REQUIRES(mu_) {
+    const Piece state = state_of(piece);
+    return state == Piece::kPinned || state == Piece::kFailed ||
+           (state == Piece::kWaits && !failed_.ok());
+  }
+  // Chooses a piece that somebody waits for, or else the first that nobody has begun; none: there
+  // is none.
+  std::optional<int64_t> ChoosePiece() REQUIRES(mu_);
   std::byte* begin_of(int64_t piece) const { return data_ + piece * piece_bytes_; }
   // Pins pieces until all have been begun.
   void PinPieces(int device) EXCLUDES(mu_);
@@ -76,7 +89,8 @@ class PinnedRegion {
   kernels::Mutex mu_;
   kernels::CondVar changed_;
   std::vector<Piece> pieces_ GUARDED_BY(mu_);
-  int64_t next_ GUARDED_BY(mu_) = 0;  // first piece that nobody has begun
+  int64_t next_ GUARDED_BY(mu_) = 0;              // all pieces before it have been begun
+  std::vector<int64_t> awaited_ GUARDED_BY(mu_);  // pieces; some may have been begun
   int64_t num_pinned_ GUARDED_BY(mu_) = 0;
   int64_t num_waiting_ GUARDED_BY(mu_) = 0;  // calls of Await
   Clock::time_point last_step_ GUARDED_BY(mu_);
