@@ -318,7 +318,7 @@ absl::Status KvStoreImpl::EndStep() {
   if (lean_ != nullptr) {
     for (CorruptExtent& extent : lean_->cache().EndStep()) {
       const BlockId id = extent_blocks_[static_cast<size_t>(extent.extent)];
-      below_->ForgetDamaged(blocks_.at(id).hash);
+      below_->ForgetDamaged(blocks_.at(id).hash, extent.status.code());
       Quarantine(std::move(extent));
     }
   }

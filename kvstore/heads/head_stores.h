@@ -32,8 +32,8 @@ class HeadStores : public Tier {
   bool Holds(const PrefixHash& hash) const override;
   std::unique_ptr<HeldExtent> Hold(const PrefixHash& hash) override;
   std::unique_ptr<IoQueue> NewReadQueue() override;
-  void ForgetDamaged(const PrefixHash& hash) override {
-    for (const auto& head : heads_) head->ForgetDamaged(hash);
+  void ForgetDamaged(const PrefixHash& hash, absl::StatusCode why) override {
+    for (const auto& head : heads_) head->ForgetDamaged(hash, why);
   }
   std::vector<StoredBlock> Inventory() const override;
   uint64_t first_generation() const override;

@@ -316,10 +316,12 @@ void PageCache::EndRead(Read& read) {
   ++stats_.failed_reads;
   if (std::exchange(read.source->failed, true)) return;
   const PageIdentity identity = format_.identity(read.source->hash, PageInBlock(read.frame->page));
-  corrupt_.push_back({.extent = read.frame->page / pages_per_block_,
-                      .status = absl::DataLossError(absl::StrCat(
-                          "layer ", identity.layer, ", KV head ", identity.head, ": ",
-                          read.status.message(), "; the disk of this machine may be failing"))});
+  corrupt_.push_back(
+      {.extent = read.frame->page / pages_per_block_,
+       .status = absl::Status(
+           read.status.code(),
+           absl::StrCat("layer ", identity.layer, ", KV head ", identity.head, ": ",
+                        read.status.message(), "; the disk of this machine may be failing"))});
   spdlog::error("page cache: {}", corrupt_.back().status.ToString());
 }
 

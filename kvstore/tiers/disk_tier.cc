@@ -71,7 +71,7 @@ class DiskTier : public Tier {
   bool Holds(const PrefixHash& hash) const override;
   std::unique_ptr<HeldExtent> Hold(const PrefixHash& hash) override;
   std::unique_ptr<IoQueue> NewReadQueue() override { return state_.options.io->NewQueue(); }
-  void ForgetDamaged(const PrefixHash& hash) override;
+  void ForgetDamaged(const PrefixHash& hash, absl::StatusCode why) override;
   std::vector<StoredBlock> Inventory() const override;
   uint64_t first_generation() const override { return first_generation_; }
   TierStats stats() const override;
@@ -178,9 +178,10 @@ std::unique_ptr<HeldExtent> DiskTier::Hold(const PrefixHash& hash) {
                                           state_.segments.file(extent->place.segment));
 }
 
-void DiskTier::ForgetDamaged(const PrefixHash& hash) {
+void DiskTier::ForgetDamaged(const PrefixHash& hash, absl::StatusCode why) {
   MutexLock lock(state_.mu);
-  ++state_.stats.checksum_failures;
+  ++(why == absl::StatusCode::kDataLoss ? state_.stats.checksum_failures
+                                        : state_.stats.failed_reads);
   state_.Forget(hash);
 }
 

@@ -50,7 +50,8 @@ struct ResidencyOptions {
 // An extent with a page whose bytes differ from those sealed.
 struct CorruptExtent {
   int64_t extent = 0;
-  absl::Status status;  // DATA_LOSS: which page, what was expected and found
+  // DATA_LOSS: which page, what was expected and found; another code: it cannot be read.
+  absl::Status status;
 };
 
 // Counters since the start, except the first. Pages unless said otherwise.

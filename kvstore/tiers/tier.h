@@ -159,8 +159,8 @@ class Tier {
   virtual std::unique_ptr<HeldExtent> Hold(const PrefixHash& /*hash*/) { return nullptr; }
   // Returns a queue for reading pages of held blocks; null where no block can be held.
   virtual std::unique_ptr<IoQueue> NewReadQueue() { return nullptr; }
-  // Forgets a held block of which a page came back wrong or not at all.
-  virtual void ForgetDamaged(const PrefixHash& /*hash*/) {}
+  // Forgets a held block of which a page came back wrong (DATA_LOSS) or not at all (another code).
+  virtual void ForgetDamaged(const PrefixHash& /*hash*/, absl::StatusCode /*why*/) {}
   // Where the store says which blocks of the host tier others may read; null: nobody reads them.
   virtual LentBlocks* lent_blocks() { return nullptr; }
   virtual std::vector<StoredBlock> Inventory() const = 0;

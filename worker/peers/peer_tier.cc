@@ -82,8 +82,8 @@ class PeerTierImpl final : public PeerTier, private kvstore::PeerHandler {
   std::unique_ptr<kvstore::IoQueue> NewReadQueue() override {
     return disk_ == nullptr ? nullptr : disk_->NewReadQueue();
   }
-  void ForgetDamaged(const PrefixHash& hash) override {
-    if (disk_ != nullptr) disk_->ForgetDamaged(hash);
+  void ForgetDamaged(const PrefixHash& hash, absl::StatusCode why) override {
+    if (disk_ != nullptr) disk_->ForgetDamaged(hash, why);
   }
   std::vector<StoredBlock> Inventory() const override {
     return disk_ == nullptr ? std::vector<StoredBlock>() : disk_->Inventory();

@@ -245,11 +245,31 @@ TEST_F(KvStoreLeanTest, APageThatIsDamagedIsAbsentAndItsBlockIsLost) {
   EXPECT_EQ(corrupt[0].id, BlockId(1));
   EXPECT_THAT(corrupt[0].slots, ::testing::ElementsAre(0));
   EXPECT_THAT(std::string(corrupt[0].status.message()), HasSubstr("layer 1, KV head 1"));
+  EXPECT_EQ(store_->stats().tier.checksum_failures, 1);
+  EXPECT_EQ(store_->stats().tier.failed_reads, 0);
   EXPECT_FALSE(store_->Holds(BlockId(1)));
   EXPECT_THAT(store_->TakeStoredChanges().forgotten, SizeIs(1));
   store_->Unbind(0, 0);
   EXPECT_EQ(store_->stats().lean_blocks, 0);
   EXPECT_FALSE(Restore(2, 1).ok());
+}
+
+// Bug: the disk was said to have returned other bytes.
+TEST_F(KvStoreLeanTest, APageThatCannotBeReadIsCountedAsSuch) {
+  MakeSealed(1, 1);
+  StoreAll(1, 1);
+  Start();
+  ASSERT_TRUE(Restore(1, 1).ok());
+  store_->Bind(0, 0, store_->Get(BlockId(1)).value());
+  const PagedKv kv = store_->BeginStep(++step_).value();
+  disk_.control->Set({.read_error = 1});
+  EXPECT_EQ(kv.Read(0, 0, 1, 1, 1).tier(), kernels::PageTier::kAbsent);
+  ASSERT_TRUE(store_->EndStep().ok());
+  EXPECT_THAT(store_->TakeCorrupt(), SizeIs(1));
+  EXPECT_EQ(store_->stats().tier.failed_reads, 1);
+  EXPECT_EQ(store_->stats().tier.checksum_failures, 0);
+  EXPECT_FALSE(store_->Holds(BlockId(1)));
+  store_->Unbind(0, 0);
 }
 
 TEST_F(KvStoreLeanTest, ADiskThatFailsLeavesRoomForNoMoreBlocksAndNothingHangs) {
