@@ -116,10 +116,10 @@ TEST_F(ServiceTest, AFullQueueTellsWhenToTryAgain) {
   grpc::ClientContext context;
   auto first = stub_->Generate(&context, request);
   v1::GenerateResponse response;
-  ASSERT_TRUE(first->Read(&response));  // while its step runs, five more may arrive
+  ASSERT_TRUE(first->Read(&response));  // before its step and during it, five more each may arrive
   std::atomic<int> refused = 0;
   std::vector<std::thread> clients;
-  for (int i = 0; i < 20; ++i) {
+  for (int i = 0; i < 40; ++i) {
     clients.emplace_back([&] {
       const grpc::Status status = Generate(request).status;
       if (status.ok()) return;
