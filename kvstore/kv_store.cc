@@ -147,13 +147,11 @@ absl::Status KvStoreImpl::AwaitMemory(int64_t extent) {
 }
 
 bool KvStoreImpl::IsMemoryThere(int64_t extent) const {
-  const bool is_taken =
-      memory_.IsReserved(extent) || memory_.WasTouched(extent) || ahead_.has_failed();
-  return is_taken && pages_->IsExtentThere(extent);
+  return (memory_.MayTouch(extent) || ahead_.has_failed()) && pages_->IsExtentThere(extent);
 }
 
 void KvStoreImpl::FreeExtent(int64_t extent) {
-  if (memory_.IsReserved(extent) || memory_.WasTouched(extent)) {
+  if (memory_.MayTouch(extent)) {
     host_.Free(extent);
   } else {
     host_.FreeUntouched(extent);

@@ -205,7 +205,8 @@ absl::Status HostMemory::Reserve(int64_t extent) {
   return taken;
 }
 
-bool HostMemory::IsReserved(int64_t extent) const {
+bool HostMemory::MayTouch(int64_t extent) const {
+  if (WasTouched(extent)) return true;
   MutexLock lock(mu_);
   return reserved_[static_cast<size_t>(extent)] == Reserved::kYes;
 }

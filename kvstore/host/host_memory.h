@@ -3,7 +3,7 @@
 // memfd; nothing of it reaches a disk. A small header says whose KV it is. What a store finds in an
 // extent must be verified before use: this file only hides where the memory comes from and who may
 // have it. Made by the worker, which lends it to one store after another. Thread-compatible, except
-// Reserve and IsReserved.
+// Reserve and MayTouch.
 //
 //   file: [header 4 KiB][extent][extent] ...      extents as in kvstore/format/page_format.h
 #pragma once
@@ -44,11 +44,12 @@ class HostMemory {
   // cannot fail. RESOURCE_EXHAUSTED when there is none. Thread-safe; waits for a thread that
   // reserves the same extent.
   absl::Status Reserve(int64_t extent);
-  // Whether Reserve has succeeded, so that it does not wait. Thread-safe.
-  bool IsReserved(int64_t extent) const;
   // Whether an extent's first bytes have memory since before Fit: whoever sealed a block in it is
   // among those who touched them. Others must not be touched before they are reserved.
   bool WasTouched(int64_t extent) const { return touched_[static_cast<size_t>(extent)] != 0; }
+  // Whether an extent's first bytes may be touched: it is reserved, or was touched before. Then
+  // Reserve does not wait for long. Thread-safe.
+  bool MayTouch(int64_t extent) const;
   // Size of an extent, since Fit.
   int64_t extent_bytes() const { return extent_bytes_; }
   // Bytes that it has taken from the system.

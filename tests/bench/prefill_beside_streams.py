@@ -8,7 +8,8 @@ own, and while there is none.
 
 On a CPU each server has one core for itself. The client, which does little, shares that of the server that prefills, and goes
 first there. With --large a block has as much KV as a large model's, and the prompt is read with a window; with --read-before
-the other server has read the prompt already, so that its blocks come as fast as they can. `fetched` is the least share of the prompt's blocks that came from the server which read it.
+the other server has read the prompt already, so that its blocks come as fast as they can. `fetched` is the least share of
+the prompt's blocks that came from the server which read it.
 """
 
 import argparse
@@ -24,8 +25,6 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 
 LARGE_BYTES_PER_TOKEN = 32 * 4 * 128 * 2 * 4  # layers, KV heads, head_dim, K and V, fp32: 8 MiB a block
-WINDOW = ["--sparse-selector=streaming", "--sparse-prefill-selector=streaming", "--sparse-window-tokens=64",
-          "--sparse-sink-tokens=64"]
 
 
 def on_core(core):
@@ -78,6 +77,7 @@ class Pair:
         from support.worker import write_secret
 
         from padded_tokenizer import copy_shape
+        from prefill_first_token import WINDOW
 
         self.tokens = tokens  # prompts from this length on are read by the other server
         first = free_ports(2)

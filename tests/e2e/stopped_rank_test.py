@@ -19,17 +19,23 @@ FORMING_S = 20  # and there for a new process, loading and forming
 PAUSE_S = 0.5  # of a rank, much less than the timeout of a server that is to ride it out
 
 
+def stop_the_last(service):
+    """Asks the same twice and stops the last rank in the second answer. Returns the first, the second's stream, and the process."""
+    options = dict(max_tokens=1500, ignore_eos=True)
+    clean = service.generate("Once upon a time", **options)
+    stream = service.stream("Once upon a time", **options)
+    next(stream)
+    stopped = workers_of(service)[-1]
+    os.kill(stopped, signal.SIGSTOP)
+    return clean, stream, stopped
+
+
 class StoppedRank(unittest.TestCase):
     # Bug: pings noticed it after 7.2 s, and the other rank after 30 s.
     def stop_one_of(self, ranks, then):
         """Stops the last rank while a request runs, and sends it the signal `then` once the client is told to wait."""
         with Service(flags=[f"--tensor-parallel-size={ranks}", f"--rank-timeout={RANK_TIMEOUT_S}"]) as service:
-            options = dict(max_tokens=1500, ignore_eos=True)
-            clean = service.generate("Once upon a time", **options)
-            stream = service.stream("Once upon a time", **options)
-            next(stream)
-            stopped = workers_of(service)[-1]
-            os.kill(stopped, signal.SIGSTOP)
+            clean, stream, stopped = stop_the_last(service)
             begun = time.monotonic()
             noticed = again = None
             tokens = []
@@ -64,12 +70,7 @@ class StoppedRank(unittest.TestCase):
 
     def test_a_pause_below_the_timeout_costs_no_group(self):
         with Service(flags=["--tensor-parallel-size=2", f"--rank-timeout={10 * PAUSE_S}"]) as service:
-            options = dict(max_tokens=1500, ignore_eos=True)
-            clean = service.generate("Once upon a time", **options)
-            stream = service.stream("Once upon a time", **options)
-            next(stream)
-            paused = workers_of(service)[-1]
-            os.kill(paused, signal.SIGSTOP)
+            clean, stream, paused = stop_the_last(service)
             go_on = threading.Timer(PAUSE_S, os.kill, (paused, signal.SIGCONT))
             go_on.start()
             tokens, gap, last = [], 0, time.monotonic()

@@ -65,7 +65,7 @@ class CudaResidency final : public kvstore::PageResidency {
   PagesOnDisk pages_on_disk() const { return {.state = state_, .mailbox = mailbox_.get()}; }
 
   kvstore::HostSlab& host() override { return host_; }
-  // Extents are pinned in their order while the first of them are used.
+  // Extents are pinned in their order, but for those that are awaited, while the first are used.
   absl::Status AwaitExtent(int64_t extent) override { return extents_->Await(extent); }
   bool IsExtentThere(int64_t extent) override { return extents_->IsThere(extent); }
   absl::Status Open(int64_t extent) override;
