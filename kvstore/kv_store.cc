@@ -291,6 +291,13 @@ void KvStoreImpl::Unbind(int64_t slot, int64_t first_index) {
   }
 }
 
+void KvStoreImpl::Promote(int64_t slot) {
+  KVASIR_CHECK(!in_step_ && slot >= 0 && slot < num_slots_);
+  for (const Block& block : slots_[static_cast<size_t>(slot)]) {
+    if (block) pages_->Promote(blocks_.at(block.id()).extent);
+  }
+}
+
 // ---- steps
 
 bool KvStoreImpl::MayRunAhead(int64_t opened) const {

@@ -198,6 +198,10 @@ class KvStore {
   // Removes the slot's blocks from `first_index` on: for a truncation, or all (0) when the sequence
   // leaves.
   virtual void Unbind(int64_t slot, int64_t first_index) = 0;
+  // Brings pages of the slot's sealed blocks from the host tier into the device tier before the
+  // kernels of the next step run, as many as find room beside what running sequences read. Pays
+  // where these kernels read the pages several times.
+  virtual void Promote(int64_t slot) = 0;
 
   // --- steps ---
 

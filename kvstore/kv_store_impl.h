@@ -61,6 +61,7 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   BlockResidency Where(BlockId id) const override;
   void Bind(int64_t slot, int64_t index, Block block) override;
   void Unbind(int64_t slot, int64_t first_index) override;
+  void Promote(int64_t slot) override;
   bool MayRunAhead(int64_t opened) const override;
   absl::StatusOr<kernels::PagedKv> BeginStep(uint32_t step) override;
   absl::Status EndStep() override;

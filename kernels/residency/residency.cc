@@ -40,9 +40,9 @@ ResidencyState LayOutResidency(const ResidencyShape& shape, std::byte* memory) {
   state.slot_states = pieces.Take<SlotState>(shape.num_slots);
   state.slot_seen = pieces.Take<uint32_t>(shape.num_slots);
   state.free_bits = pieces.Take<uint32_t>(shape.num_free_words());
-  state.fills = pieces.Take<PageFill>(shape.max_fills);
+  state.fills = pieces.Take<PageFill>(shape.num_slots);
   state.taken = pieces.Take<int32_t>(shape.num_slots);
-  state.candidates = pieces.Take<int32_t>(shape.max_fills);
+  state.candidates = pieces.Take<int32_t>(shape.num_slots);
   state.candidate_bits = pieces.Take<uint32_t>(shape.num_chunks() * kChunkWords);
   state.chunk_counts = pieces.Take<int32_t>(shape.num_chunks());
   if (const int64_t lean = shape.num_pages() - shape.first_lean_page(); lean > 0) {

@@ -176,19 +176,49 @@ __device__ int64_t ListCandidates(const ResidencyState& s, OrderMemory& memory) 
   return count;
 }
 
+// Enters the first candidates and the slots taken for them.
+__device__ void EnterFills(const ResidencyState& s, int64_t count) {
+  for (int64_t i = Thread(); i < count; i += NumThreads()) {
+    s.fills[i] = {.page = s.candidates[i], .slot = s.taken[i]};
+    s.slot_states[s.taken[i]] = SlotState::kFilling;
+  }
+  if (Thread() == 0) s.counters->num_fills = count;
+}
+
 __global__ void ChooseKernel(const __grid_constant__ ResidencyState s, uint32_t step) {
   __shared__ OrderMemory memory;
   const int64_t wanted = ListCandidates(s, memory);
   const int64_t taken = TakeSlots(s, wanted, {.step = step}, s.shape.max_examined, memory);
-  for (int64_t i = Thread(); i < taken; i += NumThreads()) {
-    s.fills[i] = {.page = s.candidates[i], .slot = s.taken[i]};
-    s.slot_states[s.taken[i]] = SlotState::kFilling;
-  }
+  EnterFills(s, taken);
   if (Thread() != 0) return;
-  s.counters->num_fills = taken;
   if (taken > 0 && (taken == s.shape.max_fills || taken < wanted)) {
     s.counters->cursor = (s.candidates[taken - 1] / kChunkPages + 1) % s.shape.num_chunks();
   }
+}
+
+// One CTA: the pages' order is that of the extents.
+__global__ void PromotionKernel(const __grid_constant__ ResidencyState s, const int32_t* extents,
+                                int64_t num_extents, const uint8_t* running, uint32_t step) {
+  __shared__ OrderMemory memory;
+  const int64_t pages = num_extents * s.shape.pages_per_extent;
+  int64_t wanted = 0;
+  for (int64_t first = 0; first < pages; first += NumThreads()) {
+    const int64_t i = first + Thread();
+    int64_t page = 0;
+    bool is_wanted = false;
+    if (i < pages) {
+      page = extents[i / s.shape.pages_per_extent] * s.shape.pages_per_extent +
+             i % s.shape.pages_per_extent;
+      s.last_touched[page] = step - 1;
+      is_wanted = s.pages[page].tier() == PageTier::kHost;
+    }
+    const int64_t place = wanted + PlaceOf(is_wanted ? 1 : 0, memory);
+    if (is_wanted && place < s.shape.num_slots) s.candidates[place] = static_cast<int32_t>(page);
+    wanted = min(s.shape.num_slots, wanted + memory.total);
+  }
+  __syncthreads();
+  const Spared spared = {.step = FirstRecentStep(step), .running = running};
+  EnterFills(s, TakeSlots(s, wanted, spared, 2 * s.shape.num_slots, memory));
 }
 
 // One warp an extent.
@@ -267,6 +297,14 @@ absl::Status PlanFills(const ResidencyState& s, uint32_t step, cudaStream_t stre
   KVASIR_RETURN_IF_ERROR(Launched("launching the scan of plan_fills"));
   ChooseKernel<<<1, kOrderThreads, 0, stream>>>(s, step);
   return Launched("launching plan_fills");
+}
+
+absl::Status PlanPromotion(const ResidencyState& s, std::span<const int32_t> extents,
+                           std::span<const uint8_t> running, uint32_t step, cudaStream_t stream) {
+  if (extents.empty()) return absl::OkStatus();
+  PromotionKernel<<<1, kOrderThreads, 0, stream>>>(s, extents.data(), std::ssize(extents),
+                                                   running.data(), step);
+  return Launched("launching plan_promotion");
 }
 
 absl::Status SurveyExtents(const ResidencyState& s, std::span<ExtentUse> uses,

@@ -7,7 +7,7 @@
 //   extent:   none --OpenExtents--> open --SealExtents--> sealed, none --RestoreExtents--> sealed,
 //          any --FreeExtents--> none
 //   slot:  free --OpenExtents--> pinned --SealExtents--> cached --evicted, FreeExtents--> free
-//          free, or cached and evicted --PlanFills--> filling --MapFills--> cached
+//          free, or cached and evicted --PlanFills, PlanPromotion--> filling --MapFills--> cached
 //          free, or cached and evicted --BringPages--> cached
 //
 // Nothing changes the tables while a step reads them. After the step:
@@ -17,6 +17,8 @@
 //              read, by CLOCK. Victims leave the tables.
 //   CopyFills  copies beside the next step, into slots that no table names
 // So no slot is both named by a table and written, and one table is enough.
+// Before a step that will read pages of the host tier several times, PlanPromotion, CopyFills and
+// MapFills bring them first: read once over the link, as many as find slots.
 //
 // Blocks whose pages lie on disk only (lean blocks, kvstore/on_demand/) follow the extents in the
 // tables. Their pages are absent, or in the device tier: a step that needs an absent one brings it
@@ -43,6 +45,13 @@ inline constexpr int64_t kWordBits = 32;
 inline constexpr int64_t kChunkWords = kChunkPages / kWordBits;
 // Each step leaves 7/8 of a page's missed bytes, so the misses of about ten steps add up.
 inline constexpr uint32_t kMissDecayShift = 3;
+// PlanPromotion evicts nothing that a running sequence has and that was read in so many steps
+// before.
+inline constexpr uint32_t kRecentSteps = 8;
+
+KVASIR_HOST_DEVICE inline uint32_t FirstRecentStep(uint32_t step) {
+  return step > kRecentSteps ? step - kRecentSteps : 0;
+}
 
 struct ResidencyShape {
   int64_t num_extents = 0;
@@ -54,8 +63,8 @@ struct ResidencyShape {
   std::byte* extents = nullptr;
   int64_t extent_stride = 0;
   int64_t num_lean = 0;      // blocks after the extents, whose pages lie on disk
-  int64_t max_fills = 0;     // in one step
-  int64_t max_examined = 0;  // slots that one step examines for victims
+  int64_t max_fills = 0;     // of PlanFills, in one step
+  int64_t max_examined = 0;  // slots that PlanFills examines for victims
 
   KVASIR_HOST_DEVICE int64_t num_blocks() const { return num_extents + num_lean; }
   KVASIR_HOST_DEVICE int64_t num_pages() const { return num_blocks() * pages_per_extent; }
@@ -134,9 +143,9 @@ struct ResidencyState {
   SlotState* slot_states = nullptr;    // [num_slots]
   uint32_t* slot_seen = nullptr;       // [num_slots] last read that CLOCK's hand has seen
   uint32_t* free_bits = nullptr;       // [num_free_words] bit s % 32 of word s / 32: free
-  PageFill* fills = nullptr;           // [max_fills]
+  PageFill* fills = nullptr;           // [num_slots]
   int32_t* taken = nullptr;            // [num_slots] working memory
-  int32_t* candidates = nullptr;       // [max_fills] working memory
+  int32_t* candidates = nullptr;       // [num_slots] working memory
   uint32_t* candidate_bits = nullptr;  // [num_chunks * kChunkPages / 32] working memory
   int32_t* chunk_counts = nullptr;     // [num_chunks] working memory
   BringState* bring = nullptr;         // null without lean blocks, like the arrays below
@@ -171,6 +180,13 @@ void FreeExtents(const ResidencyState& state, std::span<const int32_t> extents);
 void MapFills(const ResidencyState& state);
 // Runs after step `step` and counts its hits and misses. REQUIRES: MapFills has run.
 void PlanFills(const ResidencyState& state, uint32_t step);
+// Chooses all pages of the sealed extents that lie in the host tier, in order, and slots for them:
+// free ones, then others by CLOCK, but for those of pages of `running` blocks ([num_blocks], 0 or
+// 1; the extents are among them) that one of the last kRecentSteps steps before step `step` read.
+// The extents' pages count as read by the step before. REQUIRES: step `step` has not begun,
+// MapFills has run, and no extent is named twice.
+void PlanPromotion(const ResidencyState& state, std::span<const int32_t> extents,
+                   std::span<const uint8_t> running, uint32_t step);
 void CopyFills(const ResidencyState& state);
 // Writes how each block is used to `uses`: [num_blocks]. What is said of free ones means nothing.
 void SurveyExtents(const ResidencyState& state, std::span<ExtentUse> uses);

@@ -8,13 +8,23 @@
 namespace kvasir::kernels {
 namespace {
 
-// CLOCK: returns whether the slot's page leaves. A page that is read in step `spared` stays. A page
-// that was read since the hand last passed stays once more.
-bool IsVictim(const ResidencyState& s, int64_t slot, uint32_t spared) {
+// Pages that no victim may be: read in step `step` or later, of the blocks that `running` marks, or
+// of all if it is empty.
+struct Spared {
+  uint32_t step = kNeverTouched;
+  std::span<const uint8_t> running = {};
+};
+
+// CLOCK: returns whether the slot's page leaves. A page that was read since the hand last passed
+// stays once more.
+bool IsVictim(const ResidencyState& s, int64_t slot, const Spared& spared) {
   if (s.slot_states[slot] != SlotState::kCached) return false;
-  const uint32_t touched = s.last_touched[s.slot_pages[slot]];
+  const int64_t page = s.slot_pages[slot];
+  const uint32_t touched = s.last_touched[page];
   if (touched == kNeverTouched) return true;
-  if (touched == spared) return false;
+  const bool runs = spared.running.empty() ||
+                    spared.running[static_cast<size_t>(page / s.shape.pages_per_extent)] != 0;
+  if (runs && touched >= spared.step) return false;
   if (touched <= s.slot_seen[slot]) return true;
   s.slot_seen[slot] = touched;
   return false;
@@ -29,7 +39,8 @@ void Evict(const ResidencyState& s, int64_t slot) {
 
 // Puts up to `wanted` slots into `taken`: first the free ones, then victims among the next
 // `most_examined` slots. Returns their number.
-int64_t TakeSlots(const ResidencyState& s, int64_t wanted, uint32_t spared, int64_t most_examined) {
+int64_t TakeSlots(const ResidencyState& s, int64_t wanted, const Spared& spared,
+                  int64_t most_examined) {
   ResidencyCounters& counters = *s.counters;
   int64_t count = 0;
   for (int64_t slot = 0; counters.free_slots > 0 && count < wanted; ++slot) {
@@ -91,6 +102,15 @@ int64_t ListCandidates(const ResidencyState& s) {
   return count;
 }
 
+// Enters the first candidates and the slots taken for them.
+void EnterFills(const ResidencyState& s, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    s.fills[i] = {.page = s.candidates[i], .slot = s.taken[i]};
+    s.slot_states[s.taken[i]] = SlotState::kFilling;
+  }
+  s.counters->num_fills = count;
+}
+
 }  // namespace
 
 void InitResidency(const ResidencyState& s) {
@@ -112,7 +132,7 @@ void InitResidency(const ResidencyState& s) {
 void OpenExtents(const ResidencyState& s, std::span<const int32_t> extents) {
   const int64_t wanted = std::ssize(extents) * s.shape.pages_per_extent;
   // Two rounds: the first records reads, the second finds pages not read since.
-  const int64_t taken = TakeSlots(s, wanted, kNeverTouched, 2 * s.shape.num_slots);
+  const int64_t taken = TakeSlots(s, wanted, Spared(), 2 * s.shape.num_slots);
   for (int64_t i = 0; i < wanted; ++i) {
     const int64_t page =
         extents[static_cast<size_t>(i / s.shape.pages_per_extent)] * s.shape.pages_per_extent +
@@ -197,16 +217,27 @@ void MapFills(const ResidencyState& s) {
 void PlanFills(const ResidencyState& s, uint32_t step) {
   ScanPages(s, step);
   const int64_t wanted = ListCandidates(s);
-  const int64_t taken = TakeSlots(s, wanted, step, s.shape.max_examined);
-  for (int64_t i = 0; i < taken; ++i) {
-    s.fills[i] = {.page = s.candidates[i], .slot = s.taken[i]};
-    s.slot_states[s.taken[i]] = SlotState::kFilling;
-  }
-  s.counters->num_fills = taken;
+  const int64_t taken = TakeSlots(s, wanted, {.step = step}, s.shape.max_examined);
+  EnterFills(s, taken);
   // If room or the step's fills ran out, the next step continues after that chunk.
   if (taken > 0 && (taken == s.shape.max_fills || taken < wanted)) {
     s.counters->cursor = (s.candidates[taken - 1] / kChunkPages + 1) % s.shape.num_chunks();
   }
+}
+
+void PlanPromotion(const ResidencyState& s, std::span<const int32_t> extents,
+                   std::span<const uint8_t> running, uint32_t step) {
+  int64_t wanted = 0;
+  for (const int64_t extent : extents) {
+    for (int64_t page = extent * s.shape.pages_per_extent;
+         page < (extent + 1) * s.shape.pages_per_extent; ++page) {
+      s.last_touched[page] = step - 1;
+      if (s.pages[page].tier() != PageTier::kHost || wanted == s.shape.num_slots) continue;
+      s.candidates[wanted++] = static_cast<int32_t>(page);
+    }
+  }
+  const Spared spared = {.step = FirstRecentStep(step), .running = running};
+  EnterFills(s, TakeSlots(s, wanted, spared, 2 * s.shape.num_slots));
 }
 
 void CopyFills(const ResidencyState& s) {

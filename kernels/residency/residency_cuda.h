@@ -1,9 +1,9 @@
 // The residency protocol on the GPU: the ops of residency.h for state in device memory, put on a
 // stream. They leave the same state, entry by entry; CopyExtentsToHost and CopyFills change no
 // state. They allocate nothing and wait for nothing. Extents are device memory, except for
-// CopyExtentsToHost. Errors are the device's. Cost: OpenExtents, MapFills and the part of PlanFills
-// after its scan are one CTA each. The scan reads 8 bytes a page. CopyFills is 32 CTAs of four
-// warps, small enough to run beside attention.
+// CopyExtentsToHost. Errors are the device's. Cost: OpenExtents, MapFills, PlanPromotion and the
+// part of PlanFills after its scan are one CTA each. The scan reads 8 bytes a page. CopyFills is 32
+// CTAs of four warps, small enough to run beside attention.
 #pragma once
 
 #include <cstddef>
@@ -34,6 +34,8 @@ absl::Status FreeExtents(const ResidencyState& state, std::span<const int32_t> e
                          cudaStream_t stream);
 absl::Status MapFills(const ResidencyState& state, cudaStream_t stream);
 absl::Status PlanFills(const ResidencyState& state, uint32_t step, cudaStream_t stream);
+absl::Status PlanPromotion(const ResidencyState& state, std::span<const int32_t> extents,
+                           std::span<const uint8_t> running, uint32_t step, cudaStream_t stream);
 absl::Status CopyFills(const ResidencyState& state, cudaStream_t stream);
 absl::Status SurveyExtents(const ResidencyState& state, std::span<ExtentUse> uses,
                            cudaStream_t stream);

@@ -60,8 +60,9 @@ enum class Verdict { kStays, kLeaves, kStaysOnce };
 
 // Pages that no victim may be.
 struct Spared {
-  uint32_t step = kNeverTouched;  // those that this step read
-  uint32_t call = 0;              // those that this call of BringPages needs; calls begin at 1
+  uint32_t step = kNeverTouched;     // those that were read in this step or later,
+  const uint8_t* running = nullptr;  // [num_blocks] if not null: of the blocks that it marks
+  uint32_t call = 0;                 // those that this call of BringPages needs; calls begin at 1
 };
 
 inline __device__ bool IsNeeded(const ResidencyState& s, int64_t page, uint32_t call) {
@@ -74,7 +75,9 @@ inline __device__ Verdict Judge(const ResidencyState& s, int64_t slot, const Spa
   if (IsNeeded(s, s.slot_pages[slot], spared.call)) return Verdict::kStays;
   const uint32_t touched = s.last_touched[s.slot_pages[slot]];
   if (touched == kNeverTouched) return Verdict::kLeaves;
-  if (touched == spared.step) return Verdict::kStays;
+  const bool runs = spared.running == nullptr ||
+                    spared.running[s.slot_pages[slot] / s.shape.pages_per_extent] != 0;
+  if (runs && touched >= spared.step) return Verdict::kStays;
   return touched <= s.slot_seen[slot] ? Verdict::kLeaves : Verdict::kStaysOnce;
 }
 

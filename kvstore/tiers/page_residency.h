@@ -105,6 +105,10 @@ class PageResidency {
   // Makes `extent` block `index` of the slot; -1: there is none.
   virtual void Bind(int64_t slot, int64_t index, int64_t extent) = 0;
   virtual int64_t BoundExtent(int64_t slot, int64_t index) const = 0;
+  // Brings the extent's pages from the host tier into the device tier before the next step's
+  // kernels run, as KvStore::Promote says. Does nothing for blocks that are not sealed or are lean,
+  // and where kernels read both tiers equally fast.
+  virtual void Promote(int64_t /*extent*/) {}
   // Number of the extent's pages in the device tier.
   virtual int64_t PagesInDevice(int64_t extent) const = 0;
 

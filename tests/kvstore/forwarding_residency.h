@@ -37,6 +37,7 @@ class ForwardingResidency : public PageResidency {
   int64_t BoundExtent(int64_t slot, int64_t index) const override {
     return inner_->BoundExtent(slot, index);
   }
+  void Promote(int64_t extent) override { inner_->Promote(extent); }
   int64_t PagesInDevice(int64_t extent) const override { return inner_->PagesInDevice(extent); }
   absl::StatusOr<kernels::PagedKv> BeginStep(uint32_t step, bool binds_lean) override {
     return inner_->BeginStep(step, binds_lean);

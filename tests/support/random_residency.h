@@ -9,6 +9,7 @@
 #include <cstring>
 #include <gtest/gtest.h>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "kernels/base/buffer.h"
@@ -48,6 +49,10 @@ class ResidencyOps {
   }
   virtual void Map(const ResidencyState& s) { MapFills(s); }
   virtual void Plan(const ResidencyState& s, uint32_t step) { PlanFills(s, step); }
+  virtual void Promote(const ResidencyState& s, std::span<const int32_t> extents,
+                       std::span<const uint8_t> running, uint32_t step) {
+    PlanPromotion(s, extents, running, step);
+  }
   virtual void Copy(const ResidencyState& s) { CopyFills(s); }
   virtual void Survey(const ResidencyState& s, std::span<ExtentUse> uses) {
     SurveyExtents(s, uses);
@@ -79,7 +84,7 @@ class RandomResidency {
     Poison(SlotState::kFree);
   }
 
-  // A boundary between steps and the step behind it.
+  // A boundary between steps and the step after it.
   void Step() {
     ++step_;
     bool copied = false;
@@ -103,6 +108,11 @@ class RandomResidency {
     Open();
     CheckTables();
     copy_now_and_then();
+    if (rng_() % 8 == 0) {
+      if (!std::exchange(copied, true)) ops_.Copy(s_);
+      Map();
+      Promote();
+    }
     for (int64_t i = 0; i < options_.reads; ++i) Read();
     if (!copied) ops_.Copy(s_);
     Map();
@@ -119,7 +129,8 @@ class RandomResidency {
   }
 
   const ResidencyCounters& counters() const { return *s_.counters; }
-  int64_t restored() const { return restored_; }  // pages
+  int64_t restored() const { return restored_; }      // pages
+  int64_t promotions() const { return promotions_; }  // of extents, before a step
   // Pages opened, sealed, freed, read, promoted and evicted, and steps.
   int64_t operations() const {
     return operations_ + step_ + s_.counters->promotions + s_.counters->evictions;
@@ -250,6 +261,51 @@ class RandomResidency {
     ASSERT_EQ(s_.counters->given_up - given_up, fills - promoted);
     ASSERT_EQ(s_.counters->given_up, given_up_);
     Poison(SlotState::kFree);
+  }
+  void Promote() {
+    const std::vector<int32_t> extents =
+        Pick(ExtentState::kSealed, 1 + static_cast<int64_t>(rng_() % 4));
+    std::vector<uint8_t> wanted(pages_.size());
+    for (const int32_t extent : extents) {
+      for (int64_t i = 0; i < s_.shape.pages_per_extent; ++i) {
+        page(extent, i).touched = step_ - 1;
+        wanted[static_cast<size_t>(extent * s_.shape.pages_per_extent + i)] =
+            page(extent, i).in_device ? 0 : 1;
+      }
+    }
+    const int64_t num_wanted = std::count(wanted.begin(), wanted.end(), 1);
+    std::vector<uint8_t> running(extent_states_.size());
+    for (uint8_t& runs : running) runs = rng_() % 2 == 0 ? 1 : 0;
+    for (const int32_t extent : extents) running[static_cast<size_t>(extent)] = 1;
+    ops_.Promote(s_, extents, running, step_);
+    const int64_t found = s_.counters->num_fills;
+    ASSERT_LE(found, num_wanted);
+    for (int64_t i = 0; i < found; ++i) {
+      ASSERT_EQ(std::exchange(wanted[static_cast<size_t>(s_.fills[i].page)], 0), 1);
+    }
+    Poison(SlotState::kFilling);
+    CheckRecent(running, found < num_wanted);
+    FollowEvictions();
+    CheckTables();
+    ops_.Copy(s_);
+    Map();
+    ++promotions_;
+  }
+  // No page of a running block left that a recent step read, and all others did if there was no
+  // room.
+  void CheckRecent(const std::vector<uint8_t>& running, bool no_room) {
+    ASSERT_TRUE(!no_room || s_.counters->free_slots == 0);
+    for (size_t i = 0; i < pages_.size(); ++i) {
+      const ModelPage& model = pages_[i];
+      if (!model.in_device) continue;
+      const size_t extent = i / static_cast<size_t>(s_.shape.pages_per_extent);
+      const bool is_recent = running[extent] != 0 && model.touched != kNeverTouched &&
+                             model.touched >= FirstRecentStep(step_);
+      const bool has_left = s_.pages[i].tier() != PageTier::kDevice;
+      ASSERT_FALSE(has_left && is_recent) << "page " << i;
+      const bool stays = extent_states_[extent] != ExtentState::kSealed || is_recent;
+      ASSERT_TRUE(!no_room || has_left || stays) << "page " << i;
+    }
   }
   void Plan() {
     ResidencyCounters expected = *s_.counters;
@@ -382,6 +438,7 @@ class RandomResidency {
   std::vector<ModelPage> pages_;
   int64_t pinned_ = 0;
   int64_t restored_ = 0;
+  int64_t promotions_ = 0;
   int64_t evictions_ = 0;
   int64_t given_up_ = 0;
   int64_t operations_ = 0;

@@ -6,10 +6,26 @@
 
 #include "gtest/gtest.h"
 
+#include "kvstore/tiers/arena_residency.h"
+#include "tests/kvstore/forwarding_residency.h"
 #include "tests/worker/test_worker.h"
 
 namespace kvasir::worker {
 namespace {
+
+class CountedPromotions final : public kvstore::ForwardingResidency {
+ public:
+  using kvstore::ForwardingResidency::ForwardingResidency;
+  void Promote(int64_t /*extent*/) override { ++count; }
+
+  int64_t count = 0;
+};
+
+v1::AttentionPolicy Dense() {
+  v1::AttentionPolicy policy;
+  policy.mutable_all();
+  return policy;
+}
 
 class SlotTableTest : public testing::Test {
  protected:
@@ -17,21 +33,30 @@ class SlotTableTest : public testing::Test {
       .num_layers = 1, .num_kv_heads = 1, .head_dim = 4, .dtype = kernels::DType::kFloat32};
 
   SlotTableTest()
-      : store_(kvstore::KvStore::Create({.shard = {.layout = kLayout},
-                                         .device_bytes = 8 * kLayout.block_bytes(),
-                                         .host_bytes = 64 * kLayout.block_bytes(),
-                                         .num_slots = 2,
-                                         .max_blocks_per_slot = 16})
+      : store_(kvstore::KvStore::Create(
+                   {.shard = {.layout = kLayout},
+                    .device_bytes = 8 * kLayout.block_bytes(),
+                    .host_bytes = 128 * kLayout.block_bytes(),
+                    .num_slots = 2,
+                    .max_blocks_per_slot = 16},
+                   nullptr,
+                   [this](const kvstore::ResidencyOptions& options) {
+                     auto counted = std::make_unique<CountedPromotions>(
+                         kvstore::ArenaResidency::Make(options).value());
+                     promotions_ = counted.get();
+                     return absl::StatusOr<std::unique_ptr<kvstore::PageResidency>>(
+                         std::move(counted));
+                   })
                    .value()),
-        table_(
-            {.num_slots = 2,
-             .max_model_len = 1000,
-             .vocab_size = 10,
-             .pages_per_block = 1,
-             .policies =
-                 {{},
-                  {.prefill = {}, .decode = {}, .decode_selector = 1, .decode_is_dense = false}}},
-            *store_) {}
+        table_({.num_slots = 2,
+                .max_model_len = 1000,
+                .vocab_size = 10,
+                .pages_per_block = 1,
+                .policies =
+                    {{},
+                     {.prefill = {}, .decode = {}, .decode_selector = 1, .decode_is_dense = false},
+                     {.prefill = Dense(), .decode = {}}}},
+               *store_) {}
 
   v1::SequenceStart MakeStart(int prompt_size, uint32_t policy) const {
     v1::SequenceStart start;
@@ -55,8 +80,33 @@ class SlotTableTest : public testing::Test {
     }
     return work;
   }
+  // Seals blocks 1 to `count`, of which the last eight are in the device tier.
+  void SealBlocks(int64_t count) {
+    for (int64_t i = 1; i <= count; ++i) {
+      const auto block = store_->Open(kernels::BlockId(i));
+      ASSERT_TRUE(block.ok()) << block.status();
+      const std::vector<int32_t> tokens(static_cast<size_t>(kernels::kPageTokens), 3);
+      const kvstore::PrefixHash hash = {static_cast<uint8_t>(i)};
+      ASSERT_TRUE(store_->Seal(kernels::BlockId(i), hash, tokens).ok());
+    }
+  }
+  // Starts a sequence of which `prefix` blocks are reused, from block `first` on, and `rest` tokens
+  // are not. Returns the number of blocks that are promoted.
+  int64_t CountPromotions(uint32_t policy, int64_t first, int64_t prefix, int rest,
+                          uint32_t budget = 0, uint32_t decode_budget = 0) {
+    v1::SequenceStart start =
+        MakeStart(static_cast<int>(prefix * kernels::kPageTokens) + rest, policy);
+    for (int64_t i = 0; i < prefix; ++i) start.add_cached_blocks(static_cast<uint64_t>(first + i));
+    start.mutable_prefill()->set_token_budget(budget);
+    start.mutable_decode()->set_token_budget(decode_budget);
+    const int64_t before = promotions_->count;
+    EXPECT_EQ(table_.Start(start).status(), absl::OkStatus());
+    EXPECT_EQ(table_.Free(0), absl::OkStatus());
+    return promotions_->count - before;
+  }
   void Generate(int32_t token) { table_.at(0).tokens.push_back(token); }
 
+  CountedPromotions* promotions_ = nullptr;
   std::unique_ptr<kvstore::KvStore> store_;
   SlotTable table_;
   std::vector<Truncation> truncations_;
@@ -89,6 +139,20 @@ TEST_F(SlotTableTest, TruncationInsideAnOpenBlockAsksForItsBounds) {
   EXPECT_EQ(truncations_[0].num_tokens, 46);
   EXPECT_FALSE(store_->Holds(kernels::BlockId(3)));
   EXPECT_EQ(table_.at(0).tokens.size(), 111u);
+}
+
+TEST_F(SlotTableTest, APrefixInHostMemoryIsPromotedIfItsPromptReadsItAll) {
+  SealBlocks(16);
+  EXPECT_EQ(CountPromotions(2, 1, 12, 1), 12) << "one dense query tile reads everything";
+  EXPECT_EQ(CountPromotions(2, 9, 8, 100), 0) << "it is in the device tier";
+  // Five query tiles that choose 128 tokens and their own of 640, four of them, and all of one.
+  EXPECT_EQ(CountPromotions(0, 1, 10, 320, 128), 10);
+  EXPECT_EQ(CountPromotions(0, 1, 10, 256, 128), 0);
+  EXPECT_EQ(CountPromotions(0, 1, 10, 1, 1000), 10);
+  // The tail's 30 tokens read one by one what decode chooses of 640: 22 each, 21, and all.
+  EXPECT_EQ(CountPromotions(1, 1, 10, 30, 0, 21), 10);
+  EXPECT_EQ(CountPromotions(1, 1, 10, 30, 0, 20), 0);
+  EXPECT_EQ(CountPromotions(1, 1, 10, 1, 0, 1000), 10);
 }
 
 TEST_F(SlotTableTest, TruncationBetweenBlocksNeedsNoBounds) {

@@ -68,6 +68,15 @@ class MirroredOps final : public ResidencyOps {
         "PlanFills", s, [&] { ResidencyOps::Plan(s, step); },
         [&](const ResidencyState& device) { return PlanFills(device, step, nullptr); });
   }
+  void Promote(const ResidencyState& s, Extents extents, std::span<const uint8_t> running,
+               uint32_t step) override {
+    Run(
+        "PlanPromotion", s, [&] { ResidencyOps::Promote(s, extents, running, step); },
+        [&](const ResidencyState& device) {
+          const uint8_t* const on_device = memory_->Copy(running.data(), running.size()).value();
+          return PlanPromotion(device, Copy(extents), {on_device, running.size()}, step, nullptr);
+        });
+  }
   void Copy(const ResidencyState& s) override {
     Run(
         "CopyFills", s, [&] { ResidencyOps::Copy(s); },
@@ -186,6 +195,7 @@ TEST_P(ResidencyCudaTest, LeavesTheStateOfTheReference) {
   EXPECT_GT(counters.evictions, steps);
   EXPECT_GT(counters.given_up, 0);
   EXPECT_GT(random.restored(), 0);
+  EXPECT_GT(random.promotions(), steps / 20);
   random.FreeAll();
 }
 

@@ -26,6 +26,7 @@ TEST_P(RandomResidencyTest, EveryReadGivesTheBytesThatWereWritten) {
   EXPECT_GT(counters.promotions, operations / 1000);
   EXPECT_GT(counters.evictions, operations / 200);
   EXPECT_GT(counters.given_up, operations / 100000);
+  EXPECT_GT(random.promotions(), 100);
   random.FreeAll();
 }
 
@@ -160,6 +161,39 @@ TEST_F(ResidencyTest, ChunksTakeTurns) {
     EXPECT_EQ(Step({0, 1, far, far + 1}), 1);
     EXPECT_EQ(s_.fills[0].page, expected);
   }
+}
+
+TEST_F(ResidencyTest, ExtentsArePromotedBeforeAStep) {
+  SealThree();
+  // Returns the number of pages that came.
+  std::vector<uint8_t> running = {1, 1, 1};
+  const auto promote = [&](std::initializer_list<int32_t> extents) {
+    const int64_t before = s_.counters->promotions;
+    PlanPromotion(s_, {extents.begin(), extents.size()}, running, step_ + 1);
+    CopyFills(s_);
+    MapFills(s_);
+    return s_.counters->promotions - before;
+  };
+  Step({});
+  MapFills(s_);
+  EXPECT_EQ(promote({0}), 2) << "no step has read the others";
+  EXPECT_TRUE(InDevice(0) && InDevice(1));
+  EXPECT_EQ(promote({0}), 0) << "it is there";
+  // One extent is in the host tier. The others are read in every step, or were promoted.
+  const int32_t absent = InDevice(2) ? 2 : 1;
+  const int64_t other = absent == 2 ? 2 : 4;
+  for (uint32_t i = 0; i < kRecentSteps; ++i) Step({0, 1, other, other + 1});
+  EXPECT_EQ(promote({absent}), 0) << "every other page is read in each step";
+  for (uint32_t i = 1; i < kRecentSteps; ++i) Step({0, 1});
+  EXPECT_EQ(promote({absent}), 0) << "it was read a few steps ago";
+  Step({0, 1});
+  EXPECT_EQ(promote({absent}), 2) << "that was long ago";
+  EXPECT_TRUE(InDevice(0) && InDevice(1) && !InDevice(other) && !InDevice(other + 1));
+  EXPECT_EQ(promote({0, 1, 2}), 0) << "more than there is room for, and nothing may leave";
+  Step({0, 1});
+  running[0] = 0;
+  EXPECT_EQ(promote({1, 2}), 2) << "its sequence has ended";
+  EXPECT_FALSE(InDevice(0) || InDevice(1));
 }
 
 TEST_F(ResidencyTest, AFillWhoseRowIsFreedIsGivenUp) {

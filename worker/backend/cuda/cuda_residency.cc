@@ -13,16 +13,15 @@ namespace kvasir::worker {
 
 using kernels::CudaStatus;
 using kernels::DeviceBuffer;
-using kernels::ExtentUse;
 using kernels::ResidencyCounters;
 using kernels::ResidencyShape;
 using kernels::ResidencyState;
 
 namespace {
 
-// Bytes copied beside one step: 1.2 ms on a link of 55 GB/s, where a decode step of an 8B model
-// takes some 4 ms. An unfinished fill delays the next step.
-constexpr int64_t kFilledBytesPerStep = int64_t{64} << 20;
+// Bytes copied beside one step: 4.9 ms on a link of 55 GB/s, about as long as a decode step of an
+// 8B model. An unfinished fill delays the next step.
+constexpr int64_t kFilledBytesPerStep = int64_t{256} << 20;
 constexpr int64_t kSmallestFilledPart = 8;  // at most this part of the device tier per step
 constexpr int64_t kExaminedPerFill = 16;
 // Bytes gathered before they are copied to the host, at least one extent.
@@ -217,6 +216,7 @@ void CudaResidency::Restore(int64_t extent, const kvstore::PrefixHash& hash) {
   KVASIR_CHECK(state_of(extent) == ExtentState::kNone);
   state_of(extent) = ExtentState::kSealed;
   commands_.restored.push_back(static_cast<int32_t>(extent));
+  if (!uses_.empty()) uses_[static_cast<size_t>(extent)] = {};
   copies_[static_cast<size_t>(extent)] = {.hash = hash, .is_whole = true};
 }
 
@@ -258,6 +258,7 @@ void CudaResidency::Free(int64_t extent) {
                       0;
   std::erase(commands_.copied, static_cast<int32_t>(extent));
   std::erase(commands_.sealed, static_cast<int32_t>(extent));
+  std::erase(commands_.promoted, static_cast<int32_t>(extent));
   std::erase(being_copied_, static_cast<int32_t>(extent));
   std::erase(unsummed_, static_cast<int32_t>(extent));
   const int64_t copy = copies_[static_cast<size_t>(extent)].number;
@@ -278,33 +279,10 @@ void CudaResidency::Bind(int64_t slot, int64_t index, int64_t extent) {
   commands_.bound.push_back(static_cast<int64_t>(entry));
 }
 
-int64_t CudaResidency::PagesInDevice(int64_t extent) const {
-  const ExtentState state = extent_states_[static_cast<size_t>(extent)];
-  if (state == ExtentState::kNone) return 0;
-  if (state == ExtentState::kOpening || state == ExtentState::kOpen) {
-    return state_.shape.pages_per_extent;
+void CudaResidency::Promote(int64_t extent) {
+  if (state_of(extent) == ExtentState::kSealed) {
+    commands_.promoted.push_back(static_cast<int32_t>(extent));
   }
-  return UseOf(extent).device_pages;
-}
-
-ExtentUse CudaResidency::UseOf(int64_t extent) const {
-  if (uses_.empty()) {
-    absl::StatusOr<std::vector<ExtentUse>> uses = FetchUses();
-    if (!uses.ok()) return {};
-    uses_ = *std::move(uses);
-  }
-  return uses_[static_cast<size_t>(extent)];
-}
-
-absl::StatusOr<std::vector<ExtentUse>> CudaResidency::FetchUses() const {
-  std::vector<ExtentUse> uses(extent_states_.size());
-  const int64_t bytes = static_cast<int64_t>(uses.size() * sizeof(ExtentUse));
-  KVASIR_ASSIGN_OR_RETURN(const DeviceBuffer buffer, DeviceBuffer::Allocate(bytes));
-  KVASIR_RETURN_IF_ERROR(
-      SurveyExtents(state_, {buffer.As<ExtentUse>(), uses.size()}, stream_.get()));
-  KVASIR_RETURN_IF_ERROR(stream_.CopyToHost(uses.data(), buffer.data(), bytes));
-  KVASIR_RETURN_IF_ERROR(stream_.Wait());
-  return uses;
 }
 
 // ---- steps
@@ -339,6 +317,7 @@ absl::Status CudaResidency::CarryOut(uint32_t step) {
     KVASIR_RETURN_IF_ERROR(copied_.HoldBack(stream_));
     TakeCopied();
   }
+  PreparePromotion();
   KVASIR_ASSIGN_OR_RETURN(const DeviceCommands device,
                           upload_.Upload(commands_, block_extents_, stream_));
   KVASIR_RETURN_IF_ERROR(SealExtents(state_, device.sealed, stream));
@@ -350,6 +329,7 @@ absl::Status CudaResidency::CarryOut(uint32_t step) {
   KVASIR_RETURN_IF_ERROR(OpenExtents(state_, device.opened, stream));
   KVASIR_RETURN_IF_ERROR(BeginResidencyStep(step, step_number_.As<uint32_t>(), device.bound,
                                             block_extents_table_.As<int32_t>(), stream));
+  KVASIR_RETURN_IF_ERROR(PromoteAsked(device, step));
   for (const int32_t extent : commands_.opened) state_of(extent) = ExtentState::kOpen;
   for (const int64_t entry : commands_.bound) is_rebound_[static_cast<size_t>(entry)] = false;
   commands_ = {};
@@ -403,6 +383,25 @@ absl::Status CudaResidency::EndFills() {
   return MapFills(state_, stream_.get());
 }
 
+void CudaResidency::PreparePromotion() {
+  std::vector<int32_t>& extents = commands_.promoted;
+  if (extents.empty()) return;
+  std::sort(extents.begin(), extents.end());  // sequences that start together may share blocks
+  extents.erase(std::unique(extents.begin(), extents.end()), extents.end());
+  commands_.running.resize(bindings_.size());
+  std::transform(bindings_.begin(), bindings_.end(), commands_.running.begin(),
+                 [](int32_t bindings) { return static_cast<uint8_t>(bindings > 0); });
+}
+
+absl::Status CudaResidency::PromoteAsked(const DeviceCommands& device, uint32_t step) {
+  if (device.promoted.empty()) return absl::OkStatus();
+  KVASIR_RETURN_IF_ERROR(EndFills());
+  KVASIR_RETURN_IF_ERROR(
+      PlanPromotion(state_, device.promoted, device.running, step, stream_.get()));
+  KVASIR_RETURN_IF_ERROR(CopyFills(state_, stream_.get()));
+  return MapFills(state_, stream_.get());
+}
+
 absl::StatusOr<std::vector<kvstore::CorruptExtent>> CudaResidency::EndStep() {
   KVASIR_RETURN_IF_ERROR(EndFills());
   KVASIR_RETURN_IF_ERROR(PlanFills(state_, step_, stream_.get()));
@@ -422,19 +421,6 @@ absl::StatusOr<std::vector<kvstore::CorruptExtent>> CudaResidency::EndStep() {
   return absl::InternalError(
       absl::StrCat("residency: ", seen_.without_room, " pages of opened blocks found no slot of ",
                    state_.shape.num_slots, "; open extents have ", pinned_pages()));
-}
-
-// ---- accounting
-
-kvstore::ResidencyStats CudaResidency::stats() const {
-  const int64_t page_bytes = layout_.page_bytes();
-  return {.device_pages_used = state_.shape.num_slots - seen_.free_slots,
-          .promotions = seen_.promotions,
-          .evictions = seen_.evictions,
-          .bytes_host_to_device = (seen_.promotions + seen_.given_up) * page_bytes,
-          .bytes_device_to_host = sealed_blocks_ * layout_.block_bytes(),
-          .device_hits = seen_.hits,
-          .device_misses = seen_.misses};
 }
 
 }  // namespace kvasir::worker

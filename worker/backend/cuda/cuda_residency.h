@@ -80,6 +80,7 @@ class CudaResidency final : public kvstore::PageResidency {
   int64_t BoundExtent(int64_t slot, int64_t index) const override {
     return block_extents_[static_cast<size_t>(slot * max_blocks_per_slot_ + index)];
   }
+  void Promote(int64_t extent) override;
   // Both wait for the device at the first call after a step.
   uint32_t LastRead(int64_t extent) const override { return UseOf(extent).last_read; }
   int64_t PagesInDevice(int64_t extent) const override;
@@ -124,6 +125,9 @@ class CudaResidency final : public kvstore::PageResidency {
   absl::Status TakeRestored(std::span<int32_t> device_extents);
   // Makes the stream wait for the copies of the planned fills, then maps them in the tables.
   absl::Status EndFills();
+  void PreparePromotion();
+  // Brings pages into the device tier on the stream, before step `step`.
+  absl::Status PromoteAsked(const DeviceCommands& device, uint32_t step);
   // As it was after the last step. After an error of the device, which the next step reports, it
   // says nothing.
   kernels::ExtentUse UseOf(int64_t extent) const;

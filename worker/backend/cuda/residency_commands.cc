@@ -37,7 +37,9 @@ absl::StatusOr<DeviceCommands> CommandUpload::Upload(const ResidencyCommands& co
         .freed = Take<int32_t>(pieces, commands.freed.size()),
         .restored = Take<int32_t>(pieces, commands.restored.size()),
         .opened = Take<int32_t>(pieces, commands.opened.size()),
-        .bound = Take<kernels::BlockExtentChange>(pieces, commands.bound.size())};
+        .bound = Take<kernels::BlockExtentChange>(pieces, commands.bound.size()),
+        .promoted = Take<int32_t>(pieces, commands.promoted.size()),
+        .running = Take<uint8_t>(pieces, commands.running.size())};
     bytes = pieces.bytes();
     return lists;
   };
@@ -58,6 +60,8 @@ absl::StatusOr<DeviceCommands> CommandUpload::Upload(const ResidencyCommands& co
                    return kernels::BlockExtentChange{
                        .entry = entry, .extent = block_extents[static_cast<size_t>(entry)]};
                  });
+  std::copy(commands.promoted.begin(), commands.promoted.end(), on_host.promoted.begin());
+  std::copy(commands.running.begin(), commands.running.end(), on_host.running.begin());
   KVASIR_RETURN_IF_ERROR(stream.CopyToDevice(device, host, bytes));
   KVASIR_RETURN_IF_ERROR(uploaded_.Record(stream));
   return lay_out(device, bytes);

@@ -20,10 +20,12 @@ struct ResidencyCommands {
   std::vector<int32_t> copied;  // extents copied to the host tier; sealed when the copy is over
   std::vector<int32_t> sealed, freed, restored, opened;
   std::vector<int64_t> bound;  // entries of the table of extents by slot, each once
+  std::vector<int32_t> promoted;
+  std::vector<uint8_t> running;  // [block] whether a slot has it, where any is promoted
 
   bool empty() const {
     return copied.empty() && sealed.empty() && freed.empty() && restored.empty() &&
-           opened.empty() && bound.empty();
+           opened.empty() && bound.empty() && promoted.empty();
   }
 };
 
@@ -31,6 +33,8 @@ struct ResidencyCommands {
 struct DeviceCommands {
   std::span<int32_t> sealed, freed, restored, opened;
   std::span<kernels::BlockExtentChange> bound;
+  std::span<int32_t> promoted;
+  std::span<uint8_t> running;
 };
 
 // Memory in which commands go to the device; grows to the largest number seen.

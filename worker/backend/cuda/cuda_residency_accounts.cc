@@ -1,4 +1,5 @@
-// CudaResidency's check of its tables: the device's state against the host's books.
+// CudaResidency's accounts: what it tells of its tables, and the check of the device's state
+// against the host's books.
 #include <algorithm>
 #include <set>
 #include <vector>
@@ -10,12 +11,56 @@
 
 namespace kvasir::worker {
 
+using kernels::DeviceBuffer;
+using kernels::ExtentUse;
 using kernels::PageRef;
 using kernels::PageTier;
 using kernels::ResidencyCounters;
 using kernels::ResidencyShape;
 using kernels::ResidencyState;
 using kernels::SlotState;
+
+int64_t CudaResidency::PagesInDevice(int64_t extent) const {
+  const ExtentState state = extent_states_[static_cast<size_t>(extent)];
+  if (state == ExtentState::kNone) return 0;
+  if (state == ExtentState::kOpening || state == ExtentState::kOpen) {
+    return state_.shape.pages_per_extent;
+  }
+  return UseOf(extent).device_pages;
+}
+
+ExtentUse CudaResidency::UseOf(int64_t extent) const {
+  if (uses_.empty()) {
+    absl::StatusOr<std::vector<ExtentUse>> uses = FetchUses();
+    if (!uses.ok()) return {};
+    uses_ = *std::move(uses);
+  }
+  return uses_[static_cast<size_t>(extent)];
+}
+
+absl::StatusOr<std::vector<ExtentUse>> CudaResidency::FetchUses() const {
+  std::vector<ExtentUse> uses(extent_states_.size());
+  const int64_t bytes = static_cast<int64_t>(uses.size() * sizeof(ExtentUse));
+  KVASIR_ASSIGN_OR_RETURN(const DeviceBuffer buffer, DeviceBuffer::Allocate(bytes));
+  KVASIR_RETURN_IF_ERROR(
+      SurveyExtents(state_, {buffer.As<ExtentUse>(), uses.size()}, stream_.get()));
+  KVASIR_RETURN_IF_ERROR(stream_.CopyToHost(uses.data(), buffer.data(), bytes));
+  KVASIR_RETURN_IF_ERROR(stream_.Wait());
+  // The device still has what these extents were before.
+  for (const int32_t extent : commands_.restored) uses[static_cast<size_t>(extent)] = {};
+  return uses;
+}
+
+kvstore::ResidencyStats CudaResidency::stats() const {
+  const int64_t page_bytes = layout_.page_bytes();
+  return {.device_pages_used = state_.shape.num_slots - seen_.free_slots,
+          .promotions = seen_.promotions,
+          .evictions = seen_.evictions,
+          .bytes_host_to_device = (seen_.promotions + seen_.given_up) * page_bytes,
+          .bytes_device_to_host = sealed_blocks_ * layout_.block_bytes(),
+          .device_hits = seen_.hits,
+          .device_misses = seen_.misses};
+}
 
 absl::Status CudaResidency::CheckIntegrity() const {
   if (!commands_.empty()) return absl::OkStatus();  // the device lags the host's books
@@ -60,8 +105,12 @@ absl::Status CudaResidency::CheckSlots(const ResidencyState& found) const {
   const auto count = [&](SlotState state) {
     return std::count(found.slot_states, found.slot_states + shape.num_slots, state);
   };
+  const int64_t in_slots =
+      std::count_if(found.pages, found.pages + shape.num_pages(),
+                    [](const PageRef& page) { return page.tier() == PageTier::kDevice; });
   const ResidencyCounters& counters = *found.counters;
   if (count(SlotState::kFree) == counters.free_slots &&
+      count(SlotState::kPinned) + count(SlotState::kCached) == in_slots &&
       count(SlotState::kFilling) == counters.num_fills &&
       count(SlotState::kPinned) == held_pages() && counters.without_room == 0) {
     return absl::OkStatus();
@@ -70,7 +119,8 @@ absl::Status CudaResidency::CheckSlots(const ResidencyState& found) const {
       "residency: of ", shape.num_slots, " slots ", count(SlotState::kFree), " are free, counted ",
       counters.free_slots, "; ", count(SlotState::kFilling), " being filled, counted ",
       counters.num_fills, "; ", count(SlotState::kPinned), " pinned, open extents have ",
-      pinned_pages(), "; ", counters.without_room, " pages found no slot"));
+      pinned_pages(), "; ", count(SlotState::kCached), " cached, ", in_slots, " pages in slots; ",
+      counters.without_room, " pages found no slot"));
 }
 
 }  // namespace kvasir::worker
