@@ -26,10 +26,13 @@ def number(cell):
     return float(re.search(r"[\d.]+", cell.replace(",", "").replace("*", ""))[0])
 
 
-def rows(page, first):
-    """The table of a page whose first header cell is `first`: (header, {name: cells})."""
+def table_of(page, first, after=""):
+    """The first table of a page, after the text `after`, whose first header cell is `first`: [header, row, ...]."""
+    text = (MEASUREMENTS / page).read_text()
+    if after not in text:
+        raise SystemExit(f"{page} does not say '{after}'")
     found = []
-    for line in (MEASUREMENTS / page).read_text().splitlines():
+    for line in text[text.index(after):].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if found or (line.startswith("|") and cells[0] == first):
             if not line.startswith("|"):
@@ -37,7 +40,13 @@ def rows(page, first):
             found.append(cells)
     if not found:
         raise SystemExit(f"{page} has no table that begins with '{first}'")
-    return found[0], {cells[0]: cells for cells in found[2:]}
+    return [found[0], *found[2:]]
+
+
+def rows(page, first):
+    """The same: (header, {name: cells})."""
+    header, *table = table_of(page, first)
+    return header, {cells[0]: cells for cells in table}
 
 
 def draw(path, title, x_label, y_label, x_ticks, y_ticks, series):
@@ -92,6 +101,26 @@ def answers(folder):
          [0, 0.2, 0.4, 0.6, 0.8, 1], series)
 
 
+def prompts(folder):
+    header, *table = table_of("gpu-service.md", "prompt tokens")
+    lengths = [int(number(cells[0])) for cells in table]
+    series = {name: [(length, 1000 * number(cells[header.index(column)]) / length, 0, 0) for length, cells in zip(lengths, table)]
+              for name, column in (("transformers", "transformers reads"), ("Kvasir, dense", "dense"), ("Kvasir, quest", "quest"))}
+    draw(folder / "prompts.svg", "Reading a prompt through the service, 8B shape, one H100", "tokens of the prompt",
+         "microseconds a token", lengths, [0, 20, 40, 60, 80, 100], series)
+
+
+def streams(folder):
+    series = {}
+    for name, after, column in (("vLLM 0.26.0", "## Beside vLLM", "between tokens: vLLM"),
+                                ("Kvasir, dense", "With [products of a batch]", "between tokens")):
+        header, *table = table_of("gpu-service.md", "streams", after)
+        series[name] = [(int(number(cells[0])), number(cells[header.index(column)]), 0, 0)
+                        for cells in table if cells[header.index("of tokens")] == "1,024"]
+    draw(folder / "streams.svg", "Time between two tokens of a stream, prompts of 1,024 tokens, 8B shape, H100", "streams",
+         "milliseconds", [x for x, *_ in series["Kvasir, dense"]], [0, 3, 6, 9, 12, 15], series)
+
+
 def cpu_token(folder):
     header, table = rows("cpu.md", "AVX2")
     cells = [("a token after 64, ms", 64), ("a token after 512, ms", 512), ("a token after 2,048, ms", 2048),
@@ -111,7 +140,7 @@ def main():
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch) if check else FOLDER
         folder.mkdir(exist_ok=True)
-        for plot in (decode_step, answers, cpu_token):
+        for plot in (decode_step, answers, prompts, streams, cpu_token):
             plot(folder)
         if not check:
             return 0
