@@ -6,8 +6,9 @@
 #   FOLDER/bin/gpu.sh run [LOGS]   on the GPU machine: kernel tests, compute-sanitizer, benchmarks beside PyTorch
 #   FOLDER/bin/gpu.sh test [LOGS]  only the tests, with compute-sanitizer
 #   FOLDER/bin/gpu.sh bench [LOGS] only the benchmarks
-#   FOLDER/bin/gpu.sh service [LOGS] measures the whole service beside transformers, on all GPUs of the machine
-#   FOLDER/bin/gpu.sh start [LOGS] measures how long the service takes to start; writes 16 GB to /tmp
+#   FOLDER/bin/gpu.sh table [LOGS] what users of the service meet, in ten minutes: prompts, tokens and batches on all GPUs of the
+#                                  machine beside transformers and beside the bytes that a step reads, one request asked again, and
+#                                  how long a start takes. Writes 16 GB to /tmp
 #   FOLDER/bin/gpu.sh models [LOGS] logits of each shape of model beside transformers; needs PyTorch and transformers
 #
 # They need a driver, and cuBLASLt and NCCL of CUDA 13. compute-sanitizer and PyTorch are optional elsewhere: a line says when
@@ -166,19 +167,32 @@ run_benchmarks() {
   fi
 }
 
-run_starts() {
-  begin start_bench 580 python3 "$here/../tests/bench/start_bench.py" --flags=--kv-host-size-gb=40
+# Each has the machine to itself.
+run_table() {
+  local speed peer=transformers
+  begin decode_step_bench 60 env --chdir="$here/.." "$here/decode_step_bench" --contexts=8000,32000,130000 --policies=all,quest
   wait
-}
-
-run_service() {
-  begin service_bench 580 env KVASIR_BUILD="$here/.." python3 "$here/../tests/bench/gpu_service_bench.py" --tensor-parallel-size="$gpus"
+  speed=$(sed -n 's/.*the GPU reads \([0-9.]*\) TB.*/\1e3/p' "$logs/decode_step_bench.log")
+  if ! python3 -c 'import torch, transformers' 2>/dev/null; then
+    results+=("absent  PyTorch or transformers")
+    peer=none
+  fi
+  begin service_bench 400 env KVASIR_BUILD="$here/.." python3 "$here/../tests/bench/gpu_service_bench.py" \
+    --tensor-parallel-size="$gpus" --peer="$peer" ${speed:+--read-gb-per-s="$speed"}
+  wait
+  begin start_bench 130 python3 "$here/../tests/bench/start_bench.py" --starts=2 --kills=1 --flags=--kv-host-size-gb=40
   wait
 }
 
 run_models() {
   begin models 580 env KVASIR_BUILD="$here/.." python3 "$here/../tests/quality/models_beside_transformers.py" --device=cuda
   wait
+}
+
+# print_tables NAME ...: prints the tables in the logs of these steps, those of them that ran.
+print_tables() {
+  local -a files=("${@/#/$logs/}")
+  cat "${files[@]/%/.log}" 2>/dev/null | awk '/^(\||ready after)/ {if (NR > last + 1) print ""; print; last = NR}'
 }
 
 # run PHASE ... LOGS
@@ -195,8 +209,8 @@ run() {
   find_libraries
   for phase in "${@:1:$#-1}"; do "$phase"; done
   collect
-  grep -h '^|' "$logs/dense_bench.log" "$logs/attention_bench.log" "$logs/paging_bench.log" "$logs/decode_step_bench.log" "$logs/prefill_step_bench.log" "$logs/all_reduce_bench.log" "$logs/peer_attention.log" 2>/dev/null
-  grep -hE '^(\||ready after|of 32)' "$logs/start_bench.log" "$logs/service_bench.log" "$logs/models.log" 2>/dev/null
+  print_tables dense_bench attention_bench paging_bench decode_step_bench prefill_step_bench all_reduce_bench peer_attention \
+    service_bench start_bench models
   for program in "${programs[@]}" engine ranks added_method parallel; do
     compgen -G "$logs/$program*.log" >/dev/null || continue
     ended=$(cat "$logs/$program"{,-[0-9]}.log 2>/dev/null)
@@ -212,8 +226,7 @@ case "${1:-}" in
   run) run run_tests run_benchmarks "${2:-$here/../logs}" ;;
   test) run run_tests "${2:-$here/../logs}" ;;
   bench) run run_benchmarks "${2:-$here/../logs}" ;;
-  service) run run_service "${2:-$here/../logs}" ;;
-  start) run run_starts "${2:-$here/../logs}" ;;
+  table) run run_table "${2:-$here/../logs}" ;;
   models) run run_models "${2:-$here/../logs}" ;;
   *) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 2 ;;
 esac

@@ -5,11 +5,15 @@ Random weights of a published shape, dense and with the selector quest. transfor
 and leaves the card to the service; its batches are static. Times of the service are those of
 `kvasir bench`, over gRPC, tokenization included. Needs grpcio; without torch and transformers there is no peer.
 
-    tests/gpu.sh bundle out/gpu && out/gpu/bin/gpu.sh service          # on a GPU machine
+    tests/gpu.sh bundle out/gpu && out/gpu/bin/gpu.sh table            # on a GPU machine
     tests/bench/gpu_service_bench.py --tensor-parallel-size=2 --lengths=8000,130000,510000 --peer=none
+    tests/bench/gpu_service_bench.py --device=cpu --peer=none --shape=../needle-8k --lengths=500,2000 --batches=1,4,70 \
+        --max-tokens=16 --flags=--max-num-batched-tokens=4096 --read-gb-per-s=$(tests/bench/read_speed.py 2)
 
 The tables: prompts by length; tokens of one stream by length of its context; steps of many streams; tokens of one request
-that is asked twice, alone and among others.
+that is asked twice, alone and among others. "Bytes alone" is the time in which a card reads what a step must read, at its
+own speed: weights, keys and values that are attended to, and quest's bounds of pages. "Share" is that over the time between
+tokens.
 """
 
 import argparse
@@ -30,16 +34,23 @@ from support.service import KVASIR, ROOT, Service  # noqa: E402
 
 from padded_tokenizer import copy_shape  # noqa: E402
 
-POLICIES = """
+SINK, WINDOW, BUDGET = 128, 1024, 2048
+QUEST = f"{{quest: {{}}, sink_tokens: {SINK}, window_tokens: {WINDOW}, token_budget: {BUDGET}}}"
+POLICIES = f"""
 - name: quest
-  prefill: {quest: {}, sink_tokens: 128, window_tokens: 1024, token_budget: 2048}
-  decode: {quest: {}, sink_tokens: 128, window_tokens: 1024, token_budget: 2048}
+  prefill: {QUEST}
+  decode: {QUEST}
 - name: quest-decode
-  prefill: {all: {}}
-  decode: {quest: {}, sink_tokens: 128, window_tokens: 1024, token_budget: 2048}
+  prefill: {{all: {{}}}}
+  decode: {QUEST}
 """
 STREAM_TOKENS = 1024
 PEER_STREAMS = 64  # at most
+# More streams than this have a server of their own with smaller chunks: with buffers for chunks of 8,192 tokens the KV of 256
+# streams of 1,024 tokens does not fit into 80 GB beside the weights, and what is measured would be paging.
+LARGE_BATCH = 64
+LARGE_BATCH_FLAGS = ["--max-num-batched-tokens=2048"]
+ANSWER_TOKENS = 129  # of one stream
 
 
 class Bench:
@@ -63,6 +74,29 @@ class Bench:
         """Returns the number of steps of rank 0 and the seconds that they took."""
         text = self.service.metrics_text(self.service.worker_metrics[0])
         return [float(re.search(rf"^kvasir_step_seconds_{name}(?:{{[^}}]*}})? (\S+)$", text, re.M)[1]) for name in ("count", "sum")]
+
+
+class Floor:
+    """The least milliseconds of a step of decode: those in which each rank reads its share of the step's bytes."""
+
+    PAGE_TOKENS = 64
+
+    def __init__(self, config, ranks, gb_per_s):
+        hidden, heads, kv_heads = (config[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+        row = 2 * config.get("head_dim", hidden // heads)  # bytes in bfloat16
+        layer = 2 * row * (heads + kv_heads) + 6 * config["intermediate_size"]
+        self.weights = hidden * (config["num_hidden_layers"] * layer + 2 * config["vocab_size"])  # embeddings are not read
+        self.token = 2 * row * kv_heads * config["num_hidden_layers"]
+        self.bytes_per_ms = ranks * gb_per_s * 1e6
+
+    def cells(self, ms, streams, context, quest=False):
+        """Returns the cells of the floor and of its share of `ms`, empty where the speed of reading is not known."""
+        if self.bytes_per_ms == 0:
+            return "", ""
+        attended = min(context, SINK + WINDOW + BUDGET) if quest else context
+        bounds = context / self.PAGE_TOKENS if quest else 0  # a page's are as large as a token
+        floor = (self.weights + streams * self.token * (attended + bounds)) / self.bytes_per_ms
+        return floor, floor / ms
 
 
 def print_row(*cells):
@@ -96,23 +130,32 @@ def measure_peer(shape, arguments, lengths, batches):
     return measured
 
 
-def measure_prompts(bench, peer, lengths):
-    print_head("prompt tokens", "transformers, ms", "dense, ms", "over transformers", "quest, ms", "then a token: transformers, ms",
-               "dense, ms", "quest after a dense prompt, ms")
+def measure_prompts(bench, peer, floor, lengths):
+    print_head("prompt tokens", "transformers reads, ms", "dense, ms", "over transformers", "quest, ms")
+    rows = []
     for tokens in lengths:
         theirs = peer.get((tokens, 1))
-        ours = {policy: bench.run(streams=1, requests=3, prompt_tokens=tokens, max_tokens=129, policy=policy)
+        ours = {policy: bench.run(streams=1, requests=3, prompt_tokens=tokens, max_tokens=ANSWER_TOKENS, policy=policy)
                 for policy in ("", "quest", "quest-decode")}
         first = {policy: result["time_to_first_token_ms"]["p50"] for policy, result in ours.items()}
         after = {policy: result["inter_token_latency_ms"]["p50"] for policy, result in ours.items()}
-        print_row(tokens, theirs[0] if theirs else "", first[""], first[""] / theirs[0] if theirs else "", first["quest"],
-                  theirs[1] if theirs else "", after[""], after["quest-decode"])
+        print_row(tokens, theirs[0] if theirs else "", first[""], first[""] / theirs[0] if theirs else "", first["quest"])
+        context = tokens + ANSWER_TOKENS // 2
+        rows.append([tokens, theirs[1] if theirs else "", after[""], *floor.cells(after[""], 1, context), after["quest-decode"],
+                     *floor.cells(after["quest-decode"], 1, context, quest=True)])
+    print_head("one stream after tokens", "transformers, ms a token", "dense, ms", "bytes alone, ms", "share",
+               "quest after a dense prompt, ms", "bytes alone, ms", "share")
+    for row in rows:
+        print_row(*row)
 
 
-def measure_batches(bench, peer, batches, max_tokens):
+def print_batches_head():
+    print_head("streams", "transformers, ms a step", "ms between tokens, p50", "bytes alone, ms", "share", "p99", "tokens a second",
+               "gap between steps, us, mean", "coordinator's CPU, us a token")
+
+
+def measure_batches(bench, peer, floor, batches, max_tokens):
     """Steps of streams that decode together. Gaps are what rank 0 does not spend in steps; CPU is the coordinator's."""
-    print_head("streams", "transformers, ms a step", "ms between tokens, p50", "p99", "tokens a second", "gap between steps, us, mean",
-               "coordinator's CPU, us a token")
     for streams in batches:
         theirs = peer.get((STREAM_TOKENS, streams), ("", ""))[1]
         cpu, (steps, busy) = bench.coordinator_seconds(), bench.steps()
@@ -120,14 +163,14 @@ def measure_batches(bench, peer, batches, max_tokens):
         cpu, (steps, busy) = bench.coordinator_seconds() - cpu, [now - then for now, then in zip(bench.steps(), (steps, busy))]
         latency = result["inter_token_latency_ms"]
         tokens = result["generated_tokens"]
-        print_row(streams, theirs, latency["p50"], latency["p99"], result["generated_tokens_per_s"],
-                  1e6 * (result["seconds"] - busy) / steps, 1e6 * cpu / tokens)
+        print_row(streams, theirs, latency["p50"], *floor.cells(latency["p50"], streams, STREAM_TOKENS + max_tokens // 2),
+                  latency["p99"], result["generated_tokens_per_s"], 1e6 * (result["seconds"] - busy) / steps, 1e6 * cpu / tokens)
 
 
-def measure_repeats(service):
+def measure_repeats(service, vocab_size):
     """One request alone twice, and among 15 others that differ in length; prefixes are not shared."""
     def ask(tenant, length=3000):
-        return service.generate([(17 * i * i + 29 * length) % 90_000 + 1000 for i in range(length)], max_tokens=32, ignore_eos=True,
+        return service.generate([(17 * i * i + 29 * length) % vocab_size for i in range(length)], max_tokens=32, ignore_eos=True,
                                 tenant_id=tenant)
     alone = ask("alone").token_ids
     again = ask("again").token_ids
@@ -136,8 +179,15 @@ def measure_repeats(service):
         among = pool.submit(ask, "among").result().token_ids
         for other in others:
             other.result()
-    print(f"\nof 32 tokens, equal when asked again: {sum(a == b for a, b in zip(alone, again))}, among 15 others: "
-          f"{sum(a == b for a, b in zip(alone, among))}")
+    print_head("one request", "of 32 tokens, equal")
+    print_row("asked again", sum(a == b for a, b in zip(alone, again)))
+    print_row("among 15 others", sum(a == b for a, b in zip(alone, among)))
+
+
+def warmed_up(service):
+    bench = Bench(service)
+    bench.run(streams=4, requests=4, prompt_tokens=1000, max_tokens=8)
+    return bench
 
 
 def main():
@@ -149,24 +199,32 @@ def main():
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--peer", default="transformers", choices=("transformers", "none"))
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    parser.add_argument("--read-gb-per-s", type=float, default=0,
+                        help="speed at which one card reads its memory; without it nothing is said of bytes alone")
     parser.add_argument("--flags", default="--max-num-batched-tokens=8192 --kv-host-size-gb=60", help="more flags of the service")
     arguments = parser.parse_args()
-    numbers = [[int(number) for number in text.split(",") if number] for text in (arguments.lengths, arguments.batches)]
+    lengths, batches = [[int(number) for number in text.split(",") if number] for text in (arguments.lengths, arguments.batches)]
     shape = ROOT / "tests" / "model" / "shapes" / arguments.shape
-    peer = measure_peer(shape, arguments, *numbers) if arguments.peer == "transformers" else {}
+    config = json.loads((shape / "config.json").read_text())
+    floor = Floor(config, arguments.tensor_parallel_size, arguments.read_gb_per_s)
+    peer = measure_peer(shape, arguments, lengths, batches) if arguments.peer == "transformers" else {}
+    small, large = [n for n in batches if n <= LARGE_BATCH], [n for n in batches if n > LARGE_BATCH]
     with tempfile.TemporaryDirectory(prefix="kvasir-shape-") as folder:
         copy_shape(shape, folder)
         policies = pathlib.Path(folder) / "policies.yaml"
         policies.write_text(POLICIES)
         flags = [f"--device={arguments.device}", "--load-format=dummy", "--dtype=bfloat16", f"--policies={policies}",
-                 f"--tensor-parallel-size={arguments.tensor_parallel_size}", f"--max-num-seqs={max([16, *numbers[1]])}",
-                 "--mass-sample-rate=0", "--enable-prefix-caching=false", *shlex.split(arguments.flags)]
-        with Service(folder, flags) as service:
-            bench = Bench(service)
-            bench.run(streams=4, requests=4, prompt_tokens=1000, max_tokens=8)
-            measure_prompts(bench, peer, numbers[0])
-            measure_batches(bench, peer, numbers[1], arguments.max_tokens)
-            measure_repeats(service)
+                 f"--tensor-parallel-size={arguments.tensor_parallel_size}", "--mass-sample-rate=0",
+                 "--enable-prefix-caching=false", *shlex.split(arguments.flags)]
+        with Service(folder, [*flags, f"--max-num-seqs={max([16, *small])}"]) as service:
+            bench = warmed_up(service)
+            measure_repeats(service, config["vocab_size"])
+            measure_prompts(bench, peer, floor, lengths)
+            print_batches_head()
+            measure_batches(bench, peer, floor, small, arguments.max_tokens)
+        if large:
+            with Service(folder, [*flags, *LARGE_BATCH_FLAGS, f"--max-num-seqs={max(large)}"]) as service:
+                measure_batches(warmed_up(service), peer, floor, large, arguments.max_tokens)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ The model is a random bfloat16 checkpoint of a published shape (16 GB for the de
 is there, and read once, so that every start finds it in the page cache. Each start serves one request and is stopped. In
 the last one the worker is killed by SIGKILL --kills times. Needs only Python.
 
-    tests/gpu.sh bundle out/gpu && out/gpu/bin/gpu.sh start            # on a GPU machine
+    tests/gpu.sh bundle out/gpu && out/gpu/tests/bench/start_bench.py  # on a GPU machine; gpu.sh table runs it too
     tests/bench/start_bench.py --device=cpu --layers=2 --build=build/cpu
 """
 
