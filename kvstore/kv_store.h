@@ -200,7 +200,7 @@ class KvStore {
   virtual void Unbind(int64_t slot, int64_t first_index) = 0;
   // Brings pages of the slot's sealed blocks from the host tier into the device tier before the
   // kernels of the next step run, as many as find room beside what running sequences read. Pays
-  // where these kernels read the pages several times.
+  // where the kernels of this and later steps would read as much in place.
   virtual void Promote(int64_t slot) = 0;
 
   // --- steps ---

@@ -17,15 +17,15 @@
 //              read, by CLOCK. Victims leave the tables.
 //   CopyFills  copies beside the next step, into slots that no table names
 // So no slot is both named by a table and written, and one table is enough.
-// Before a step that will read pages of the host tier several times, PlanPromotion, CopyFills and
-// MapFills bring them first: read once over the link, as many as find slots.
+// Before a step whose kernels would read pages of the host tier again and again, PlanPromotion,
+// CopyFills and MapFills bring them: read once over the link, as many as find slots.
 //
 // Blocks whose pages lie on disk only (lean blocks, kvstore/on_demand/) follow the extents in the
 // tables. Their pages are absent, or in the device tier: a step that needs an absent one brings it
 // between selection and attention (bring_pages_cuda.h).
 //
-// Ops run one after another, except that CopyFills may run beside all ops other than MapFills and
-// PlanFills. The functions are stateless: the caller owns the state.
+// Ops run one after another, except that CopyFills may run beside all ops other than MapFills,
+// PlanFills and PlanPromotion. The functions are stateless: the caller owns the state.
 #pragma once
 
 #include <cstddef>
@@ -45,10 +45,11 @@ inline constexpr int64_t kWordBits = 32;
 inline constexpr int64_t kChunkWords = kChunkPages / kWordBits;
 // Each step leaves 7/8 of a page's missed bytes, so the misses of about ten steps add up.
 inline constexpr uint32_t kMissDecayShift = 3;
-// PlanPromotion evicts nothing that a running sequence has and that was read in so many steps
-// before.
+// PlanPromotion evicts nothing that a running sequence has and that was read in one of that many
+// steps before.
 inline constexpr uint32_t kRecentSteps = 8;
 
+// The first of the recent steps before step `step`.
 KVASIR_HOST_DEVICE inline uint32_t FirstRecentStep(uint32_t step) {
   return step > kRecentSteps ? step - kRecentSteps : 0;
 }

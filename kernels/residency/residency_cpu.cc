@@ -8,8 +8,8 @@
 namespace kvasir::kernels {
 namespace {
 
-// Pages that no victim may be: read in step `step` or later, of the blocks that `running` marks, or
-// of all if it is empty.
+// Pages that must not be evicted: those read in step `step` or later, of the blocks that `running`
+// marks, or of all if it is empty.
 struct Spared {
   uint32_t step = kNeverTouched;
   std::span<const uint8_t> running = {};

@@ -58,11 +58,12 @@ inline __device__ int64_t TakeFree(const ResidencyState& s, int64_t wanted, Orde
 
 enum class Verdict { kStays, kLeaves, kStaysOnce };
 
-// Pages that no victim may be.
+// Pages that must not be evicted: those read in step `step` or later, of the blocks that `running`
+// ([num_blocks]) marks, or of all if it is null; and those that call `call` of BringPages needs.
 struct Spared {
-  uint32_t step = kNeverTouched;     // those that were read in this step or later,
-  const uint8_t* running = nullptr;  // [num_blocks] if not null: of the blocks that it marks
-  uint32_t call = 0;                 // those that this call of BringPages needs; calls begin at 1
+  uint32_t step = kNeverTouched;
+  const uint8_t* running = nullptr;
+  uint32_t call = 0;  // calls begin at 1
 };
 
 inline __device__ bool IsNeeded(const ResidencyState& s, int64_t page, uint32_t call) {

@@ -24,6 +24,7 @@ import time
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 
+STREAM_PROMPT = 500  # tokens
 LARGE_BYTES_PER_TOKEN = 32 * 4 * 128 * 2 * 4  # layers, KV heads, head_dim, K and V, fp32: 8 MiB a block
 
 
@@ -34,20 +35,28 @@ def on_core(core):
 class Streams:
     """Answers that go on until they are cancelled; the times of their tokens."""
 
-    def __init__(self, service, count, prompt_of):
-        self.calls = [service.stream(prompt_of(i), max_tokens=20000, ignore_eos=True) for i in range(count)]
+    def __init__(self, service, count, prompt_of, max_tokens):
+        self.calls = [service.stream(prompt_of(i), max_tokens=max_tokens, ignore_eos=True) for i in range(count)]
         self.times = [[] for _ in range(count)]
+        self.ended = []  # why, before they were cancelled
         self.threads = [threading.Thread(target=self._read, args=(i,)) for i in range(count)]
         for thread in self.threads:
             thread.start()
 
     def _read(self, index):
+        import grpc
+
         try:
             for response in self.calls[index]:
                 if response.WhichOneof("event") == "tokens":
                     self.times[index].append(time.monotonic())
-        except Exception:  # cancelled
-            pass
+            self.ended.append(f"it has all of its {len(self.times[index])} tokens")
+        except grpc.RpcError as error:
+            self.ended.append(error.details())
+
+    def check(self):
+        if self.ended:
+            sys.exit(f"a stream ended too early: {self.ended[0]}")
 
     def stop(self):
         for call in self.calls:
@@ -92,8 +101,10 @@ class Pair:
         else:
             model, places = make_tiny_model(folder / "model"), [on_core(0), on_core(1)]
             flags = ["--threads=1", "--kv-host-size-gb=2", "--kv-device-size-gb=0.5"]
+        max_model_len = 2 * tokens if large else max(2 * tokens, 32768)
+        self.answer_tokens = min(20000, max_model_len - STREAM_PROMPT)
         flags += [f"--peer-secret-file={write_secret(folder, 'secret')}", "--mass-sample-rate=0",
-                  f"--max-model-len={2 * tokens if large else max(2 * tokens, 32768)}", "--allow-long-max-model-len"]
+                  f"--max-model-len={max_model_len}", "--allow-long-max-model-len"]
         self.prefill = Service(model=model, preexec=places[0], flags=[*flags, f"--peer-listen=127.0.0.1:{first}"])
         self.decode = Service(model=model, preexec=places[1], flags=[
             *flags, f"--peer-listen=127.0.0.1:{first + 1}", f"--peers=127.0.0.1:{first}",
@@ -108,8 +119,9 @@ class Pair:
 
         if read_before and prompt_tokens >= self.tokens:
             self.prefill.generate(make_prompt(seed, prompt_tokens), max_tokens=1)
-        streams = Streams(self.decode, num_streams, lambda i: make_prompt(seed * 100 + i, 500))
+        streams = Streams(self.decode, num_streams, lambda i: make_prompt(seed * 100 + i, STREAM_PROMPT), self.answer_tokens)
         while any(len(times) < 100 for times in streams.times):
+            streams.check()
             time.sleep(0.01)
         begin, fetched = time.monotonic(), 0
         if prompt_tokens:
@@ -118,6 +130,7 @@ class Pair:
         else:
             time.sleep(seconds)
         end = time.monotonic()
+        streams.check()
         streams.stop()
         return streams.gaps(begin, end), end - begin, fetched
 

@@ -29,6 +29,7 @@ v1::AttentionPolicy Dense() {
 
 class SlotTableTest : public testing::Test {
  protected:
+  enum : uint32_t { kDense, kSparse, kDensePrompt };  // policies
   static constexpr kernels::KvLayout kLayout = {
       .num_layers = 1, .num_kv_heads = 1, .head_dim = 4, .dtype = kernels::DType::kFloat32};
 
@@ -52,6 +53,7 @@ class SlotTableTest : public testing::Test {
                 .max_model_len = 1000,
                 .vocab_size = 10,
                 .pages_per_block = 1,
+                .num_layers = kLayout.num_layers,
                 .policies =
                     {{},
                      {.prefill = {}, .decode = {}, .decode_selector = 1, .decode_is_dense = false},
@@ -90,14 +92,18 @@ class SlotTableTest : public testing::Test {
       ASSERT_TRUE(store_->Seal(kernels::BlockId(i), hash, tokens).ok());
     }
   }
-  // Starts a sequence of which `prefix` blocks are reused, from block `first` on, and `rest` tokens
-  // are not. Returns the number of blocks that are promoted.
-  int64_t CountPromotions(uint32_t policy, int64_t first, int64_t prefix, int rest,
-                          uint32_t budget = 0, uint32_t decode_budget = 0) {
+  // Of the sequence `prefix` blocks are reused, from block `first` on, and `rest` tokens are not.
+  v1::SequenceStart MakePrefixedStart(uint32_t policy, int64_t first, int64_t prefix,
+                                      int rest) const {
     v1::SequenceStart start =
         MakeStart(static_cast<int>(prefix * kernels::kPageTokens) + rest, policy);
     for (int64_t i = 0; i < prefix; ++i) start.add_cached_blocks(static_cast<uint64_t>(first + i));
-    start.mutable_prefill()->set_token_budget(budget);
+    return start;
+  }
+  // Starts it, and returns the number of blocks that are promoted.
+  int64_t CountPromotions(uint32_t policy, int64_t first, int64_t prefix, int rest,
+                          uint32_t decode_budget = 0) {
+    v1::SequenceStart start = MakePrefixedStart(policy, first, prefix, rest);
     start.mutable_decode()->set_token_budget(decode_budget);
     const int64_t before = promotions_->count;
     EXPECT_EQ(table_.Start(start).status(), absl::OkStatus());
@@ -141,18 +147,19 @@ TEST_F(SlotTableTest, TruncationInsideAnOpenBlockAsksForItsBounds) {
   EXPECT_EQ(table_.at(0).tokens.size(), 111u);
 }
 
-TEST_F(SlotTableTest, APrefixInHostMemoryIsPromotedIfItsPromptReadsItAll) {
+TEST_F(SlotTableTest, APrefixInHostMemoryIsPromotedIfTheRestReadsItAll) {
   SealBlocks(16);
-  EXPECT_EQ(CountPromotions(2, 1, 12, 1), 12) << "one dense query tile reads everything";
-  EXPECT_EQ(CountPromotions(2, 9, 8, 100), 0) << "it is in the device tier";
-  // Five query tiles that choose 128 tokens and their own of 640, four of them, and all of one.
-  EXPECT_EQ(CountPromotions(0, 1, 10, 320, 128), 10);
-  EXPECT_EQ(CountPromotions(0, 1, 10, 256, 128), 0);
-  EXPECT_EQ(CountPromotions(0, 1, 10, 1, 1000), 10);
-  // The tail's 30 tokens read one by one what decode chooses of 640: 22 each, 21, and all.
-  EXPECT_EQ(CountPromotions(1, 1, 10, 30, 0, 21), 10);
-  EXPECT_EQ(CountPromotions(1, 1, 10, 30, 0, 20), 0);
-  EXPECT_EQ(CountPromotions(1, 1, 10, 1, 0, 1000), 10);
+  EXPECT_EQ(CountPromotions(kDensePrompt, 1, 12, 1), 12);
+  EXPECT_EQ(CountPromotions(kDensePrompt, 9, 8, 100), 0) << "it is in the device tier";
+  // Each of the tail's 30 tokens chooses 22 of 640, in all 660; or 21, in all 630.
+  EXPECT_EQ(CountPromotions(kSparse, 1, 10, 30, 21), 10);
+  EXPECT_EQ(CountPromotions(kSparse, 1, 10, 30, 20), 0);
+  v1::SequenceStart wrong = MakePrefixedStart(kDensePrompt, 1, 12, 1);
+  wrong.mutable_decode()->mutable_quality()->set_min_mass(0.5f);  // not declared
+  const int64_t before = promotions_->count;
+  EXPECT_EQ(table_.Start(wrong).status(), absl::OkStatus());
+  EXPECT_TRUE(table_.IsLeftOut(0));
+  EXPECT_EQ(promotions_->count, before);
 }
 
 TEST_F(SlotTableTest, TruncationBetweenBlocksNeedsNoBounds) {

@@ -60,7 +60,9 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
   SlotTableOptions slots = {.num_slots = options_.max_num_seqs,
                             .max_model_len = max_model_len,
                             .vocab_size = vocab_size,
-                            .pages_per_block = layout_.pages_per_block()};
+                            .pages_per_block = layout_.pages_per_block(),
+                            .num_layers = layout_.num_layers,
+                            .layer_windows = model_.options().config.layer_windows};
   for (const v1::SparsityPolicy& policy : options_.policies) {
     KVASIR_ASSIGN_OR_RETURN(const int64_t prefill,
                             selectors_.Add(policy.prefill(), model_.options()));

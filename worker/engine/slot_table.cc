@@ -8,6 +8,7 @@
 
 #include "kernels/base/status_macros.h"
 #include "proto/policy_check.h"
+#include "worker/engine/prefix_reads.h"
 
 namespace kvasir::worker {
 namespace {
@@ -317,23 +318,12 @@ absl::StatusOr<CachedPrefix> SlotTable::Start(const v1::SequenceStart& start) {
   sequence.kv_length = static_cast<int64_t>(sequence.blocks.size()) * kPageTokens;
   sequence.sound_length = sequence.kv_length;
   const bool all_on_device = cached.device_tokens == sequence.kv_length;
-  if (!all_on_device && ReadsPrefixOften(sequence, shape)) store_.Promote(start.slot());
+  if (!all_on_device && sequence.failed.ok() &&
+      ReadWholePrefix(sequence, {shape.prefill, sequence.prefill}, {shape.decode, sequence.decode},
+                      options_.num_layers, options_.layer_windows)) {
+    store_.Promote(start.slot());
+  }
   return cached;
-}
-
-bool SlotTable::ReadsPrefixOften(const Sequence& sequence, const PolicyShape& shape) {
-  const int64_t prefix = sequence.kv_length;
-  const auto most_read = [&](const v1::AttentionPolicy& policy, const PhasePolicy& phase) {
-    const kernels::PolicyNumbers& numbers = phase.numbers;
-    const int64_t chosen = numbers.sink_tokens + numbers.window_tokens + numbers.budget_tokens;
-    return policy.has_all() ? prefix : std::min(prefix, chosen);
-  };
-  const int64_t tail_begin = std::max(prefix, sequence.decode_begin);
-  const int64_t tiles = BlocksFor(tail_begin - prefix);
-  const int64_t tail = std::max<int64_t>(0, sequence.prompt_size - tail_begin);
-  return tiles * most_read(shape.prefill, sequence.prefill) +
-             tail * most_read(shape.decode, sequence.decode) >=
-         prefix;
 }
 
 absl::Status SlotTable::CheckRow(const v1::StepRow& row, const Sequence& sequence) const {

@@ -40,6 +40,8 @@ struct SlotTableOptions {
   int64_t max_model_len = 0;
   int64_t vocab_size = 0;
   int64_t pages_per_block = 0;
+  int64_t num_layers = 0;
+  std::vector<int64_t> layer_windows = {};  // ModelConfig::layer_windows
   std::vector<PolicyShape> policies = {};
 };
 
@@ -99,9 +101,6 @@ class SlotTable {
   absl::Status Truncate(int64_t slot, int64_t length, std::vector<Truncation>& truncations);
   absl::Status OpenBlocks(const v1::StepRow& row, Sequence& sequence);
   void UnbindFrom(int64_t slot, int64_t first_index);
-  // Whether what is left of the prompt, in query tiles and in its tail, reads as many tokens as the
-  // reused prefix has, or more.
-  static bool ReadsPrefixOften(const Sequence& sequence, const PolicyShape& shape);
 
   const SlotTableOptions options_;
   kvstore::KvStore& store_;

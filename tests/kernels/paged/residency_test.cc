@@ -196,6 +196,16 @@ TEST_F(ResidencyTest, ExtentsArePromotedBeforeAStep) {
   EXPECT_FALSE(InDevice(0) || InDevice(1));
 }
 
+TEST_F(ResidencyTest, AsManyPagesArePromotedAsThereAreSlots) {
+  const std::vector<int32_t> extents = {2, 0, 1};
+  RestoreExtents(s_, extents);
+  PlanPromotion(s_, extents, std::vector<uint8_t>(3, 1), /*step=*/1);
+  ASSERT_EQ(s_.counters->num_fills, 4) << "of six pages";
+  for (int64_t i = 0; i < 4; ++i) {
+    EXPECT_EQ(s_.fills[i].page, (std::vector<int32_t>{4, 5, 0, 1})[static_cast<size_t>(i)]);
+  }
+}
+
 TEST_F(ResidencyTest, AFillWhoseRowIsFreedIsGivenUp) {
   SealThree();
   ASSERT_EQ(Step({0}), 1);

@@ -63,9 +63,12 @@ absl::StatusOr<DeviceBuffer> MakeAddresses(const DeviceBuffer& of, int64_t num_e
 // Beside reserved_pages(), two open blocks and the fills of a step must have room.
 absl::Status CheckRoomForLayer(const ResidencyShape& shape, const kernels::KvLayout& layout) {
   if (shape.num_lean == 0) return absl::OkStatus();
+  const int64_t without_fills = shape.num_lean * layout.num_kv_heads + 2 * shape.pages_per_extent;
+  if (shape.num_slots >= without_fills + shape.max_fills) return absl::OkStatus();
+  // Fills take their part of what is added too, up to their most.
   const int64_t needed =
-      shape.num_lean * layout.num_kv_heads + 2 * shape.pages_per_extent + shape.max_fills;
-  if (shape.num_slots >= needed) return absl::OkStatus();
+      std::min(without_fills + kFilledBytesPerStep / shape.page_bytes,
+               without_fills * kSmallestFilledPart / (kSmallestFilledPart - 1) + 1);
   return absl::ResourceExhaustedError(absl::StrCat(
       "the device tier has ", shape.num_slots, " pages, and with KV on demand needs ", needed,
       ": one layer of all ", shape.num_lean, " blocks that may lie on disk only; raise ",
@@ -258,7 +261,7 @@ void CudaResidency::Free(int64_t extent) {
                       0;
   std::erase(commands_.copied, static_cast<int32_t>(extent));
   std::erase(commands_.sealed, static_cast<int32_t>(extent));
-  std::erase(commands_.promoted, static_cast<int32_t>(extent));
+  std::erase(asked_promotions_, static_cast<int32_t>(extent));
   std::erase(being_copied_, static_cast<int32_t>(extent));
   std::erase(unsummed_, static_cast<int32_t>(extent));
   const int64_t copy = copies_[static_cast<size_t>(extent)].number;
@@ -281,7 +284,7 @@ void CudaResidency::Bind(int64_t slot, int64_t index, int64_t extent) {
 
 void CudaResidency::Promote(int64_t extent) {
   if (state_of(extent) == ExtentState::kSealed) {
-    commands_.promoted.push_back(static_cast<int32_t>(extent));
+    asked_promotions_.push_back(static_cast<int32_t>(extent));
   }
 }
 
@@ -291,6 +294,7 @@ absl::StatusOr<kernels::PagedKv> CudaResidency::BeginStep(uint32_t step, bool bi
   step_ = step;
   binds_lean_ = binds_lean;
   KVASIR_RETURN_IF_ERROR(digests_);
+  PreparePromotion();
   KVASIR_RETURN_IF_ERROR(CarryOut(step));
   return kernels::PagedKv{.layout = layout_,
                           .block_extents = block_extents_table_.As<int32_t>(),
@@ -317,15 +321,16 @@ absl::Status CudaResidency::CarryOut(uint32_t step) {
     KVASIR_RETURN_IF_ERROR(copied_.HoldBack(stream_));
     TakeCopied();
   }
-  PreparePromotion();
   KVASIR_ASSIGN_OR_RETURN(const DeviceCommands device,
                           upload_.Upload(commands_, block_extents_, stream_));
   KVASIR_RETURN_IF_ERROR(SealExtents(state_, device.sealed, stream));
   KVASIR_RETURN_IF_ERROR(FreeExtents(state_, device.freed, stream));
   KVASIR_RETURN_IF_ERROR(TakeRestored(device.restored));
-  // Slots that are being filled belong to no extent. Where they may be needed, the fills must end
-  // first.
-  if (held_pages() > most_pinned && !device.opened.empty()) KVASIR_RETURN_IF_ERROR(EndFills());
+  // Slots that are being filled belong to no extent. Where they may be needed, for opened extents
+  // or for pages of lean blocks, the fills must end first.
+  if (held_pages() > most_pinned && (binds_lean_ || !device.opened.empty())) {
+    KVASIR_RETURN_IF_ERROR(EndFills());
+  }
   KVASIR_RETURN_IF_ERROR(OpenExtents(state_, device.opened, stream));
   KVASIR_RETURN_IF_ERROR(BeginResidencyStep(step, step_number_.As<uint32_t>(), device.bound,
                                             block_extents_table_.As<int32_t>(), stream));
@@ -384,10 +389,13 @@ absl::Status CudaResidency::EndFills() {
 }
 
 void CudaResidency::PreparePromotion() {
-  std::vector<int32_t>& extents = commands_.promoted;
-  if (extents.empty()) return;
+  std::vector<int32_t> extents = std::exchange(asked_promotions_, {});
   std::sort(extents.begin(), extents.end());  // sequences that start together may share blocks
   extents.erase(std::unique(extents.begin(), extents.end()), extents.end());
+  std::erase_if(extents,
+                [&](int32_t extent) { return bindings_[static_cast<size_t>(extent)] == 0; });
+  if (extents.empty()) return;
+  commands_.promoted = std::move(extents);
   commands_.running.resize(bindings_.size());
   std::transform(bindings_.begin(), bindings_.end(), commands_.running.begin(),
                  [](int32_t bindings) { return static_cast<uint8_t>(bindings > 0); });

@@ -8,6 +8,9 @@
 //   stream of the steps  | commands, step t | map, plan |   commands, step t+1   | wait, map, plan
 //   | stream of fills                                     | copy the planned fills |
 //
+// Promotions before a step are planned, copied and mapped on the stream of the steps, as the last of
+// its commands.
+//
 // Lean blocks (kvstore/on_demand/) follow the extents in the tables. What the device keeps of them
 // are bounds and key codes; their pages come into slots within a step (page_mailbox.h). In a step
 // that binds lean blocks, EndStep waits for the device: until then its kernels ask for pages.
@@ -125,6 +128,7 @@ class CudaResidency final : public kvstore::PageResidency {
   absl::Status TakeRestored(std::span<int32_t> device_extents);
   // Makes the stream wait for the copies of the planned fills, then maps them in the tables.
   absl::Status EndFills();
+  // Writes down what is promoted before the step that begins: of blocks that a slot has.
   void PreparePromotion();
   // Brings pages into the device tier on the stream, before step `step`.
   absl::Status PromoteAsked(const DeviceCommands& device, uint32_t step);
@@ -176,6 +180,7 @@ class CudaResidency final : public kvstore::PageResidency {
   int64_t open_extents_ = 0;
   int64_t sealed_blocks_ = 0;
   ResidencyCommands commands_;
+  std::vector<int32_t> asked_promotions_;  // extents, before the next step
   uint32_t step_ = 0;
   bool binds_lean_ = false;  // the step
   absl::Status digests_;     // the first error of CopyDigests
