@@ -127,10 +127,15 @@ absl::StatusOr<KvSizes> Engine::SizeTiers() {
       const MemoryLeft left,
       LeastMemoryLeft({.host = HostMemoryLeft() + kept, .device = device}, collective_));
   const int64_t max_blocks = (model_.options().max_model_len + kPageTokens - 1) / kPageTokens;
+  const int64_t codes = AnyNeedsKeyCodes() ? layout_.block_key_codes_bytes() : 0;
+  const int64_t digests = layout_.block_bounds_bytes() + codes;
   return ChooseKvSizes(
       {.given = options_.kv,
        .ranks_on_machine = options_.ranks_on_machine,
-       .most = kUsefulContexts * options_.max_num_seqs * max_blocks * layout_.block_bytes()},
+       .most = kUsefulContexts * options_.max_num_seqs * max_blocks * layout_.block_bytes(),
+       .host_digests =
+           static_cast<double>(digests) / static_cast<double>(layout_.block_bytes() + codes),
+       .other_digests = options_.on_demand_bytes / layout_.block_bytes() * digests},
       left);
 }
 

@@ -5,6 +5,8 @@
 #include <limits>
 #include <vector>
 
+#include "absl/status/status.h"
+#include "absl/strings/str_format.h"
 #include "absl/types/span.h"
 
 #include "kernels/base/status_macros.h"
@@ -16,6 +18,16 @@ namespace {
 // is a second copy of pages in use, and need not be large.
 constexpr int64_t kHostParts = 2;
 constexpr int64_t kDeviceParts = 5;
+
+absl::Status NoRoomForDigests(int64_t digests, int64_t left, int64_t host) {
+  const auto gb = [](int64_t bytes) { return static_cast<double>(bytes) / 1e9; };
+  return absl::ResourceExhaustedError(absl::StrFormat(
+      "the GPU keeps bounds and key codes of all blocks that a host tier of %.1f GB and "
+      "--kv-on-demand-size-gb have room for: %.1f GB, and weights and activations leave %.1f GB "
+      "for them and the device tier; lower --kv-host-size-gb or --kv-on-demand-size-gb, or raise "
+      "--gpu-memory-utilization",
+      gb(host), gb(digests), gb(left)));
+}
 
 }  // namespace
 
@@ -38,16 +50,21 @@ absl::StatusOr<MemoryLeft> LeastMemoryLeft(const MemoryLeft& mine, Collective& c
   return left;
 }
 
-KvSizes ChooseKvSizes(const KvSizeOptions& options, const MemoryLeft& left) {
+absl::StatusOr<KvSizes> ChooseKvSizes(const KvSizeOptions& options, const MemoryLeft& left) {
   const int64_t share = left.host / kHostParts / options.ranks_on_machine;
   KvSizes sizes = options.given;
-  if (sizes.device == 0) {
-    sizes.device = std::min(left.device.value_or(share / kDeviceParts), options.most);
+  if (left.device.has_value()) {
+    if (sizes.host == 0) sizes.host = std::min(share, options.most);
+    const auto digests =
+        static_cast<int64_t>(options.host_digests * static_cast<double>(sizes.host)) +
+        options.other_digests;
+    if (sizes.device != 0) return sizes;
+    if (digests >= *left.device) return NoRoomForDigests(digests, *left.device, sizes.host);
+    sizes.device = std::min(*left.device - digests, options.most);
+    return sizes;
   }
-  if (sizes.host == 0) {
-    const int64_t beside = left.device.has_value() ? 0 : sizes.device;
-    sizes.host = std::clamp<int64_t>(share - beside, 0, options.most);
-  }
+  if (sizes.device == 0) sizes.device = std::min(share / kDeviceParts, options.most);
+  if (sizes.host == 0) sizes.host = std::clamp<int64_t>(share - sizes.device, 0, options.most);
   return sizes;
 }
 

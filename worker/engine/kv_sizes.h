@@ -30,10 +30,15 @@ struct KvSizeOptions {
   KvSizes given;
   int64_t ranks_on_machine = 1;
   int64_t most = 0;  // of either tier: more would never be used
+  // Digests (bounds, key codes) that a device with its own memory keeps of all blocks: of the host
+  // tier in bytes for a byte of that tier, and of others.
+  double host_digests = 0;
+  int64_t other_digests = 0;
 };
 
-// The device tier takes all of a device's own memory. Half of the host's memory goes to the tiers
-// that lie there; a fifth of that half to the device tier if it is one of them.
-KvSizes ChooseKvSizes(const KvSizeOptions& options, const MemoryLeft& left);
+// The device tier takes all of a device's own memory that digests leave. Half of the host's memory
+// goes to the tiers that lie there; a fifth of that half to the device tier if it is one of them.
+// RESOURCE_EXHAUSTED where digests leave a device nothing.
+absl::StatusOr<KvSizes> ChooseKvSizes(const KvSizeOptions& options, const MemoryLeft& left);
 
 }  // namespace kvasir::worker
