@@ -19,6 +19,8 @@ from support.worker import workers_of, write_secret  # noqa: E402
 TOKENS = 5000
 LONG = 8000  # many chunks
 CHUNK = 512 // BLOCK  # blocks of a chunk, which are sealed together
+# Blocks that come after one which was not sealed yet are asked for again with it: a chunk, or two on a busy machine.
+MOST_AGAIN = 3 * CHUNK
 
 
 class Servers(unittest.TestCase):
@@ -75,7 +77,7 @@ class Servers(unittest.TestCase):
         self.assertEqual(self.computed(self.decoder), LONG - shared_tokens(LONG))
         for rank in range(self.decoder_ranks):
             again = peer_blocks(self.decoder, "fetched", rank) - shared_tokens(LONG) // BLOCK
-            self.assertIn(again, range(2 * CHUNK))  # came after one that was not sealed yet, and were asked for again with it
+            self.assertIn(again, range(MOST_AGAIN))
         all_bytes = fetched_bytes(self.decoder, self.decoder_ranks)
         self.assertLess(came, all_bytes)
         print(f"{came} of {all_bytes} bytes seen to come while the prompt was read")
@@ -133,7 +135,7 @@ class WhileItReads(Servers):
         answer = read_stream(stream)
         self.assertEqual(answer.token_ids, self.clean(prompt, **OPTIONS).token_ids)
         fetched = answer.finish.usage.cached_tokens.peer
-        self.assertGreater(fetched, peer_blocks(self.decoder, "fetched") * BLOCK - 2 * CHUNK * BLOCK)  # what came is used
+        self.assertGreater(fetched, (peer_blocks(self.decoder, "fetched") - MOST_AGAIN) * BLOCK)  # what came is used
         self.assertGreater(fetched, 0)
         self.assertLess(fetched, shared_tokens(LONG))
         self.assertEqual(self.computed(self.decoder), LONG - fetched)
