@@ -2,8 +2,8 @@
 """Contexts that lie in the host tier, and are asked again: time to the first token, and between tokens, beside the same context
 in the device tier and beside a first reading.
 
-    tests/bench/warm_context_bench.py                                                    # needs a GPU
-    tests/bench/warm_context_bench.py --programs OTHER/coordinator/kvasir                # and of another build, in turn
+    tests/bench/warm_context_bench.py                                                           # needs a GPU
+    tests/bench/warm_context_bench.py --programs=old=OTHER/coordinator/kvasir,new=BUILD/coordinator/kvasir   # one after the other
 
 Random weights. The device tier has room for one context and a half, and three take turns, so that each lies in the host tier
 when its turn comes; "device" asks the same context once more at once. Each question ends with tokens that no question had

@@ -54,7 +54,6 @@ TEST_F(PrefixReadsTest, TokensOfTheTailReadOneByOne) {
   EXPECT_TRUE(Reads(sparse_, sparse_, 10, 10));
   EXPECT_FALSE(Reads(sparse_, sparse_, 9, 9));
   // A sequence that starts again has tokens after its prompt, all of which are read so.
-  sequence_.decode.numbers = Numbers(24);
   sequence_.prompt_size = 100;
   EXPECT_TRUE(Reads(dense_, sparse_, 10, 10));
   EXPECT_FALSE(Reads(dense_, sparse_, 9, 9));

@@ -29,7 +29,7 @@ v1::AttentionPolicy Dense() {
 
 class SlotTableTest : public testing::Test {
  protected:
-  enum : uint32_t { kDense, kSparse, kDensePrompt };  // policies
+  enum : uint32_t { kSparse = 1, kDensePrompt };  // policies
   static constexpr kernels::KvLayout kLayout = {
       .num_layers = 1, .num_kv_heads = 1, .head_dim = 4, .dtype = kernels::DType::kFloat32};
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -22,6 +23,16 @@ struct LayerBudget {
   int64_t end = 0;
   int64_t budget_tokens = 0;
 };
+
+// Returns the budget of a layer: that of the last `layers` it is among, or `otherwise`.
+inline int64_t BudgetInLayer(std::span<const LayerBudget> layers, int64_t layer,
+                             int64_t otherwise) {
+  int64_t budget = otherwise;
+  for (const LayerBudget& some : layers) {
+    if (layer >= some.begin && layer < some.end) budget = some.budget_tokens;
+  }
+  return budget;
+}
 
 // The attention of a sequence in one phase: one of the engine's selectors, and this sequence's
 // numbers.

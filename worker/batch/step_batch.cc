@@ -130,9 +130,7 @@ kernels::PolicyNumbers NumbersInLayer(const StepBatch& batch, int64_t b, int64_t
   const QueryTile& tile = batch.tiles[static_cast<size_t>(b)];
   kernels::PolicyNumbers numbers = batch.numbers[static_cast<size_t>(b)];
   const TileInfo& info = batch.infos[static_cast<size_t>(b)];
-  for (const LayerBudget& layers : info.layer_budgets) {
-    if (layer >= layers.begin && layer < layers.end) numbers.budget_tokens = layers.budget_tokens;
-  }
+  numbers.budget_tokens = BudgetInLayer(info.layer_budgets, layer, numbers.budget_tokens);
   // The window is never less than the policy's: selectors have a minimum, and it must hold
   // everything that a selection reaches into.
   if (layer < info.dense_layers) {

@@ -55,10 +55,10 @@ absl::StatusOr<KvSizes> ChooseKvSizes(const KvSizeOptions& options, const Memory
   KvSizes sizes = options.given;
   if (left.device.has_value()) {
     if (sizes.host == 0) sizes.host = std::min(share, options.most);
+    if (sizes.device != 0) return sizes;
     const auto digests =
         static_cast<int64_t>(options.host_digests * static_cast<double>(sizes.host)) +
         options.other_digests;
-    if (sizes.device != 0) return sizes;
     if (digests >= *left.device) return NoRoomForDigests(digests, *left.device, sizes.host);
     sizes.device = std::min(*left.device - digests, options.most);
     return sizes;

@@ -7,21 +7,13 @@
 namespace kvasir::worker {
 namespace {
 
-int64_t BudgetInLayer(const PhasePolicy& phase, int64_t layer) {
-  int64_t budget = phase.numbers.budget_tokens;
-  for (const LayerBudget& layers : phase.layer_budgets) {
-    if (layer >= layers.begin && layer < layers.end) budget = layers.budget_tokens;
-  }
-  return budget;
-}
-
 // Tokens of a prefix that so many queries (tiles, or tokens of a tail) read in a layer.
 int64_t ReadInLayer(const PhaseReads& reads, int64_t layer, int64_t queries, int64_t prefix) {
   if (queries == 0) return 0;
   if (reads.declared.has_all() || layer < reads.phase.dense_layers) return queries * prefix;
   const kernels::PolicyNumbers& numbers = reads.phase.numbers;
   const int64_t near = numbers.sink_tokens + numbers.window_tokens;
-  const int64_t budget = BudgetInLayer(reads.phase, layer);
+  const int64_t budget = BudgetInLayer(reads.phase.layer_budgets, layer, numbers.budget_tokens);
   // The window leaves the prefix as queries go on, and nothing else of it is chosen.
   if (budget == 0) return std::min(prefix, near);
   return queries * std::min(prefix, near + budget);
