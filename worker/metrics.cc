@@ -23,6 +23,8 @@ using prometheus::Labels;
 
 const Histogram::BucketBoundaries kStepSeconds = {.001, .0025, .005, .01, .025, .05, .1,
                                                   .25,  .5,    1,    2.5, 5,    10,  30};
+const Histogram::BucketBoundaries kGapSeconds = {.00001, .00003, .0001, .0003, .001,
+                                                 .003,   .01,    .03,   .1,    1};
 const Histogram::BucketBoundaries kStepTokens = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096};
 const Histogram::BucketBoundaries kBudgetTokens = {
     64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 1048576};
@@ -108,6 +110,9 @@ struct WorkerMetrics::Families {
                                    "Tokens that a query of decoding attended to, by layer and KV "
                                    "head.")),
         step_seconds(AddHistogram(r, "kvasir_step_seconds", "Time of one step on this rank.")),
+        step_gap_seconds(AddHistogram(r, "kvasir_step_gap_seconds",
+                                      "Time without a step on this rank while a running request "
+                                      "waited for the next; 0 where it had begun.")),
         step_tokens(AddHistogram(r, "kvasir_step_tokens", "Tokens computed in one step.")),
         failed_rows(AddCounter(r, "kvasir_failed_rows_total",
                                "Rows of steps that failed alone, by status code; the first of each "
@@ -140,6 +145,7 @@ struct WorkerMetrics::Families {
   Family<Counter>& dense_fallback;
   Family<Histogram>& budget_tokens;
   Family<Histogram>& step_seconds;
+  Family<Histogram>& step_gap_seconds;
   Family<Histogram>& step_tokens;
   Family<Counter>& failed_rows;
 };
@@ -245,6 +251,7 @@ struct WorkerMetrics::Series {
         pages(f.pages, labels),
         selection_memory(f.selection_memory.Add(labels)),
         step_seconds(f.step_seconds.Add(labels, kStepSeconds)),
+        step_gap_seconds(f.step_gap_seconds.Add(labels, kGapSeconds)),
         step_tokens(f.step_tokens.Add(labels, kStepTokens)) {
     for (const std::string& policy : group.policies) {
       policies.emplace_back(f, With({{"policy", policy}}));
@@ -285,6 +292,7 @@ struct WorkerMetrics::Series {
   PageSeries pages;
   Gauge& selection_memory;
   Histogram& step_seconds;
+  Histogram& step_gap_seconds;
   Histogram& step_tokens;
   // Slots of failed sequences: rows that were planned before the coordinator heard of the failure
   // come back with the same error.
@@ -309,6 +317,9 @@ void WorkerMetrics::RecordStep(const Engine& engine, const v1::StepPlan& plan,
   int64_t tokens = 0;
   for (const v1::StepRow& row : plan.rows()) tokens += row.num_tokens();
   series_->step_seconds.Observe(reply.step_s());
+  if (plan.starts_size() < plan.rows_size()) {  // a row goes on
+    series_->step_gap_seconds.Observe(engine.gap_s());
+  }
   series_->step_tokens.Observe(static_cast<double>(tokens));
   RecordAttention(engine.meter());
 }

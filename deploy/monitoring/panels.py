@@ -61,7 +61,8 @@ QUEUE = (
                 for part in ("queue", "prefill", "decode"))),
     Panel("Steps", "Are steps slow?", "s",
           tuple((f"histogram_quantile({q}, {rate('step_seconds_bucket', 'rank, le')})", name + " rank {{rank}}")
-                for q, name in ((0.5, "p50"), (0.99, "p99")))),
+                for q, name in ((0.5, "p50"), (0.99, "p99"))) +
+          ((f"histogram_quantile(0.99, {rate('step_gap_seconds_bucket', 'rank, le')})", "gap before, p99 rank {{rank}}"),)),
     Panel("Tokens of a step", "Are steps full?", "short",
           ((f"{rate('step_tokens_sum', 'rank')} / {rate('step_tokens_count', 'rank')}", "mean rank {{rank}}"),)),
 )

@@ -51,6 +51,7 @@ PEER_STREAMS = 64  # at most
 LARGE_BATCH = 64
 LARGE_BATCH_FLAGS = ["--max-num-batched-tokens=2048"]
 ANSWER_TOKENS = 129  # of one stream
+LONG_ANSWER_TOKENS = 513  # most tokens come after all prompts are read
 
 
 class Bench:
@@ -70,10 +71,12 @@ class Bench:
         fields = pathlib.Path(f"/proc/{self.service.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    def steps(self):
-        """Returns the number of steps of rank 0 and the seconds that they took."""
+    def gaps(self):
+        """Returns how many gaps before steps rank 0 has had, at most as long as each bound in seconds, and the sum of all."""
         text = self.service.metrics_text(self.service.worker_metrics[0])
-        return [float(re.search(rf"^kvasir_step_seconds_{name}(?:{{[^}}]*}})? (\S+)$", text, re.M)[1]) for name in ("count", "sum")]
+        buckets = re.findall(r'^kvasir_step_gap_seconds_bucket{.*le="([^"]+)".*} (\S+)$', text, re.M)
+        total = re.search(r"^kvasir_step_gap_seconds_sum(?:{.*})? (\S+)$", text, re.M)[1]
+        return {float(bound): float(count) for bound, count in buckets}, float(total)
 
 
 class Floor:
@@ -151,20 +154,35 @@ def measure_prompts(bench, peer, floor, lengths):
 
 def print_batches_head():
     print_head("streams", "transformers, ms a step", "ms between tokens, p50", "bytes alone, ms", "share", "p99", "tokens a second",
-               "gap between steps, us, mean", "coordinator's CPU, us a token")
+               "gap between steps, us, p50 at most", "mean", "coordinator's CPU, us a token")
 
 
 def measure_batches(bench, peer, floor, batches, max_tokens):
-    """Steps of streams that decode together. Gaps are what rank 0 does not spend in steps; CPU is the coordinator's."""
+    """Steps of streams that decode together. Gaps are those in which rank 0 has no step; CPU is the coordinator's."""
     for streams in batches:
         theirs = peer.get((STREAM_TOKENS, streams), ("", ""))[1]
-        cpu, (steps, busy) = bench.coordinator_seconds(), bench.steps()
+        cpu, (counts, seconds) = bench.coordinator_seconds(), bench.gaps()
         result = bench.run(streams=streams, requests=streams, prompt_tokens=STREAM_TOKENS, max_tokens=max_tokens)
-        cpu, (steps, busy) = bench.coordinator_seconds() - cpu, [now - then for now, then in zip(bench.steps(), (steps, busy))]
+        cpu, (counts_after, seconds_after) = bench.coordinator_seconds() - cpu, bench.gaps()
+        gaps = {bound: count - counts[bound] for bound, count in counts_after.items()}
+        most = max(gaps.values())
+        half = min(bound for bound, count in gaps.items() if 2 * count >= most)
         latency = result["inter_token_latency_ms"]
         tokens = result["generated_tokens"]
         print_row(streams, theirs, latency["p50"], *floor.cells(latency["p50"], streams, STREAM_TOKENS + max_tokens // 2),
-                  latency["p99"], result["generated_tokens_per_s"], 1e6 * (result["seconds"] - busy) / steps, 1e6 * cpu / tokens)
+                  latency["p99"], result["generated_tokens_per_s"], 1e6 * half, 1e6 * (seconds_after - seconds) / most,
+                  1e6 * cpu / tokens)
+
+
+def measure_long_streams(bench, cases):
+    """Streams of long prompts that come together: the first tokens wait for the prompts before them."""
+    print_head("streams", "of tokens", "policy", "s to the first token, p50", "ms between tokens, p50", "p99", "tokens a second, all")
+    for streams, length in cases:
+        for policy in ("", "quest"):
+            result = bench.run(streams=streams, requests=streams, prompt_tokens=length, max_tokens=LONG_ANSWER_TOKENS, policy=policy)
+            latency = result["inter_token_latency_ms"]
+            print_row(streams, length, policy or "dense", result["time_to_first_token_ms"]["p50"] / 1e3, latency["p50"],
+                      latency["p99"], result["generated_tokens_per_s"])
 
 
 def measure_repeats(service, vocab_size):
@@ -195,6 +213,7 @@ def main():
     parser.add_argument("--shape", default="llama-3.1-8b", help="of tests/model/shapes (default llama-3.1-8b)")
     parser.add_argument("--lengths", default="8000,32000,130000", help="prompt tokens (default 8000,32000,130000)")
     parser.add_argument("--batches", default="1,8,16,32,64,256", help="streams (default 1,8,16,32,64,256)")
+    parser.add_argument("--long-streams", default="", help="more streams, as 4x130000,2x510000 (default none)")
     parser.add_argument("--max-tokens", type=int, default=256, help="of each stream of a batch (default 256)")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--peer", default="transformers", choices=("transformers", "none"))
@@ -204,6 +223,7 @@ def main():
     parser.add_argument("--flags", default="--max-num-batched-tokens=8192 --kv-host-size-gb=60", help="more flags of the service")
     arguments = parser.parse_args()
     lengths, batches = [[int(number) for number in text.split(",") if number] for text in (arguments.lengths, arguments.batches)]
+    long_streams = [[int(number) for number in case.split("x")] for case in arguments.long_streams.split(",") if case]
     shape = ROOT / "tests" / "model" / "shapes" / arguments.shape
     config = json.loads((shape / "config.json").read_text())
     floor = Floor(config, arguments.tensor_parallel_size, arguments.read_gb_per_s)
@@ -220,6 +240,8 @@ def main():
             bench = warmed_up(service)
             measure_repeats(service, config["vocab_size"])
             measure_prompts(bench, peer, floor, lengths)
+            if long_streams:
+                measure_long_streams(bench, long_streams)
             print_batches_head()
             measure_batches(bench, peer, floor, small, arguments.max_tokens)
         if large:

@@ -2,8 +2,10 @@
 #include "worker/metrics.h"
 
 #include <algorithm>
+#include <chrono>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "gmock/gmock.h"
@@ -63,6 +65,33 @@ TEST_F(MetricsTest, ASequenceThatFailedCountsOnce) {
   EXPECT_TRUE(HasFailedRows(2));
   Record({}, {1, 2});
   EXPECT_TRUE(HasFailedRows(3)) << "another sequence";
+}
+
+// Nobody waits between the end of all requests and the start of others.
+TEST_F(MetricsTest, AGapBetweenStepsCountsWhereARowGoesOn) {
+  const std::string count = "kvasir_step_gap_seconds_count{model_name=\"random\",rank=\"0\"} ";
+  Record({0, 1, 2, 3}, {});
+  EXPECT_THAT(Text(), testing::HasSubstr(count + "0\n"));
+  Record({}, {});
+  EXPECT_THAT(Text(), testing::HasSubstr(count + "1\n"));
+  Record({1}, {});
+  EXPECT_THAT(Text(), testing::HasSubstr(count + "2\n"));
+}
+
+TEST_F(MetricsTest, AGapIsTheTimeBetweenTwoSteps) {
+  constexpr std::chrono::milliseconds kPause(20);
+  TestCoordinator coordinator({});
+  coordinator.Add(MakeSparseRequest(std::vector<uint32_t>(10, 1), 0));
+  const auto step = [&] {
+    const v1::StepPlan plan = coordinator.NextPlan();
+    const absl::StatusOr<v1::StepReply> reply = worker_.engine().Step(plan);
+    ASSERT_TRUE(reply.ok()) << reply.status();
+    coordinator.Apply(plan, *reply);
+  };
+  step();
+  std::this_thread::sleep_for(kPause);
+  step();
+  EXPECT_GE(worker_.engine().gap_s(), std::chrono::duration<double>(kPause).count());
 }
 
 }  // namespace

@@ -191,8 +191,10 @@ absl::StatusOr<v1::StepReply> Engine::Finish() {
   FillReply(step, reply);
   // A step that began while another was in flight is timed from the end of that one.
   const auto now = std::chrono::steady_clock::now();
-  const auto begun = std::max(step.begun, std::exchange(last_finish_, now));
+  const auto before = std::exchange(last_finish_, now);
+  const auto begun = std::max(step.begun, before);
   reply.set_step_s(std::chrono::duration<double>(now - begun).count());
+  gap_s_ = std::chrono::duration<double>(begun - before).count();
   return reply;
 }
 

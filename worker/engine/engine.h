@@ -109,6 +109,9 @@ class Engine {
   // Meter of the step that was finished last. REQUIRES: a step was finished, and at most one has
   // begun after it.
   const AttentionMeter& meter() const { return steps_[(finished_ - 1) % kMostSteps].meter; }
+  // Seconds from the end of one step to the begin of the next, as the host sees them; 0 where the
+  // next had begun. Of the step that was finished last. REQUIRES: two steps were finished.
+  double gap_s() const { return gap_s_; }
   // Number of steps that began before all of their tokens were known.
   int64_t fed_steps() const { return fed_steps_; }
   const kvstore::KvStore& store() const { return *store_; }
@@ -175,6 +178,7 @@ class Engine {
   std::array<EngineStep, kMostSteps> steps_;
   uint64_t begun_ = 0, finished_ = 0;
   std::chrono::steady_clock::time_point last_finish_ = {};
+  double gap_s_ = 0;
   int64_t fed_steps_ = 0;
 };
 

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/base/status_macros.h"
 #include "tests/worker/model/golden.h"
 #include "tests/worker/parallel/rank_processes.h"
 #include "tests/worker/test_coordinator.h"
@@ -86,12 +87,16 @@ struct Answers {
   std::vector<std::vector<uint32_t>> tokens;
 };
 
-Answers Serve(TestModel& model, Collective& ranks) {
+// Steps follow each other, or begin ahead of the answers.
+enum class Steps { kInTurn, kAhead };
+
+Answers Serve(TestModel& model, Collective& ranks, Steps steps) {
   TestWorker worker(model, ranks, Options());
   TestCoordinator coordinator({.num_slots = kSlots, .chunk = kChunk});
   const std::vector<TestRequest> requests = Requests();
   for (const TestRequest& request : requests) coordinator.Add(request);
-  worker.Run(coordinator);
+  steps == Steps::kAhead ? worker.RunAhead(coordinator) : worker.Run(coordinator);
+  EXPECT_EQ(worker.engine().fed_steps() > 0, steps == Steps::kAhead);
   Answers answers = {.logits = worker.logits(), .tokens = {}};
   for (size_t r = 0; r < requests.size(); ++r) {
     EXPECT_TRUE(coordinator.result(r).status.ok()) << coordinator.result(r).status;
@@ -178,7 +183,8 @@ bool TooFew(const std::vector<int>& statuses) {
 
 class CudaParallelTest : public testing::TestWithParam<Group> {};
 
-// Runs twice, as groups come and go while a worker keeps its model.
+// Runs twice, as groups come and go while a worker keeps its model. Steps that begin ahead change
+// no bit.
 TEST_P(CudaParallelTest, RanksAnswerAsOneDoes) {
   const Group& group = GetParam();
   const auto run = [&](int rank, Rendezvous& rendezvous) {
@@ -187,22 +193,25 @@ TEST_P(CudaParallelTest, RanksAnswerAsOneDoes) {
       if (rank == 0) {
         TestModel alone(ModelOptions(group, 0, 1));
         SingleCollective nobody;
-        one = Serve(alone, nobody);
+        one = Serve(alone, nobody, Steps::kInTurn);
       }
       const std::unique_ptr<Collective> ranks = meet();
       ASSERT_NE(ranks, nullptr);
       const ShardPlan& shard = model.transformer().options().shard;
       EXPECT_EQ(shard.kv_replicas,
                 group.kv_heads == 0 ? std::max(1, group.size / 4) : group.size / group.kv_heads);
-      for (int round = 0; round < 2; ++round) {
+      std::vector<uint64_t> rounds;
+      for (const Steps steps : {Steps::kInTurn, Steps::kAhead}) {
         const absl::Status joined = model.transformer().backend().JoinRanks(*ranks);
         ASSERT_TRUE(joined.ok()) << joined;
-        const Answers many = Serve(model, *ranks);
+        const Answers many = Serve(model, *ranks, steps);
         if (rank == 0) ExpectAlike(one, many);
         const auto hashes = GatherValues(*ranks, HashOf(many));
         ASSERT_TRUE(hashes.ok()) << hashes.status();
         EXPECT_EQ(hashes->back(), hashes->front()) << "ranks have other logits";
+        rounds.push_back(hashes->front());
       }
+      EXPECT_EQ(rounds[0], rounds[1]);
       const auto& backend = static_cast<CudaBackend&>(model.transformer().backend());
       EXPECT_GT(backend.graphs().stats().replayed, 0);
     });
@@ -223,7 +232,16 @@ INSTANTIATE_TEST_SUITE_P(Sizes, CudaParallelTest,
                                          Group{2, true, 1}),
                          NameOf);
 
-// Rank 1 gets `signal` in the middle of an answer.
+// Returns the error of the first of two steps, of which the second begins ahead.
+absl::Status StepTwice(Engine& engine, TestCoordinator& coordinator) {
+  KVASIR_RETURN_IF_ERROR(engine.Begin(coordinator.NextPlan()));
+  const v1::StepPlan second = coordinator.NextPlan();
+  EXPECT_TRUE(engine.MayBegin(second));
+  KVASIR_RETURN_IF_ERROR(engine.Begin(second));
+  return engine.Finish().status();
+}
+
+// Rank 1 gets `signal` in the middle of an answer, while rank 0 steps ahead.
 void ExpectErrorInTime(int signal) {
   constexpr int kStepsBefore = 8;
   const std::vector<int> statuses = RunRankProcesses(2, [&](int rank, Rendezvous& rendezvous) {
@@ -244,7 +262,7 @@ void ExpectErrorInTime(int signal) {
       std::cout << "rank " << rank << ": " << kStepsBefore << " steps done" << std::endl;
       if (rank == 1) raise(signal);
       const auto begin = std::chrono::steady_clock::now();
-      const absl::Status status = worker.engine().Step(coordinator.NextPlan()).status();
+      const absl::Status status = StepTwice(worker.engine(), coordinator);
       const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
       std::cout << "after " << took.count() << " s: " << status << std::endl;
       EXPECT_TRUE(absl::IsDeadlineExceeded(status) || absl::IsUnavailable(status)) << status;

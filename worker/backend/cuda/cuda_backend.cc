@@ -171,7 +171,7 @@ void CudaBackend::LeaveRanks() {
 
 absl::Status CudaBackend::Wait(const InFlightStep& own) {
   if (ranks_ == nullptr) return own.fetched.Wait();
-  const absl::Status status = ranks_->Wait(own.fetched);
+  const absl::Status status = ranks_->Wait(own.fetched, own.step_of_ranks);
   if (!status.ok()) LeaveRanks();
   return status;
 }
@@ -185,10 +185,10 @@ absl::StatusOr<bool> CudaBackend::BeginStep(const StepInputs& inputs) {
     return absl::FailedPreconditionError(
         "the ranks of the group have not been joined, or were left");
   }
-  if (ranks_ != nullptr) ranks_->BeginStep();
   before_ = now_->inputs.has_value() ? now_ : nullptr;
   now_ = before_ == &own_[0] ? &own_[1] : &own_[0];
   now_->inputs.emplace(inputs);
+  now_->step_of_ranks = ranks_ == nullptr ? 0 : ranks_->BeginStep();
   step().kv = inputs.kv;
   KVASIR_RETURN_IF_ERROR(UploadTable(inputs));
   KVASIR_RETURN_IF_ERROR(PrepareResults(inputs));

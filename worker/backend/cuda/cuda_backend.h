@@ -55,9 +55,7 @@ class CudaBackend final : public Backend {
       const kernels::MemoryNeeds& needs) override;
 
   bool StartsSlowly() const override { return true; }
-  // Not with other ranks: after kernels that wait for a missing rank, the queue of launches may
-  // fill up, and a launch may wait without bound.
-  bool RunsAhead() const override { return ranks_ == nullptr; }
+  bool RunsAhead() const override { return true; }
   bool MeasuresMass() const override { return false; }
   absl::StatusOr<bool> BeginStep(const StepInputs& step) override;
   absl::Status EmbedTokens(const kernels::TensorView& table, const kernels::TensorView& y) override;
@@ -87,7 +85,8 @@ class CudaBackend final : public Backend {
     kernels::PinnedBuffer table, results, logits;
     // The device's request and its result: of the sampled rows, and of the scored tokens.
     kernels::PinnedBuffer sampling, scoring;
-    CudaEvent fetched;  // recorded after the copy of the results
+    CudaEvent fetched;          // recorded after the copy of the results
+    int64_t step_of_ranks = 0;  // number of CudaRanks; 0: this rank is alone
   };
 
   CudaBackend(kernels::Executor& executor, CudaStream stream, kernels::CublasLt lt,

@@ -156,12 +156,12 @@ void CudaRanks::LookAfterSteps() {
   }
 }
 
-absl::Status CudaRanks::Wait(const CudaEvent& end) {
+absl::Status CudaRanks::Wait(const CudaEvent& end, int64_t step) {
   for (;;) {
     KVASIR_ASSIGN_OR_RETURN(const bool is_over, end.IsOver());
     KVASIR_RETURN_IF_ERROR(LookForTrouble());
     if (!is_over) continue;
-    ++steps_ended_;
+    steps_ended_ = step;
     return absl::OkStatus();
   }
 }

@@ -47,12 +47,14 @@ class CudaRanks {
   absl::Status Sum(const kernels::RankRows<int64_t>& rows, cudaStream_t stream);
   absl::Status Max(const kernels::RankRows<uint32_t>& rows, cudaStream_t stream);
 
-  // A step's collectives follow, up to Wait. If none of them ends within the group's timeout, they
-  // end in errors.
-  void BeginStep() { ++steps_begun_; }
-  // Waits until everything that the event recorded is over. DEADLINE_EXCEEDED when another rank was
-  // silent for too long, UNAVAILABLE when NCCL has noticed an error. After an error, call Abandon.
-  absl::Status Wait(const CudaEvent& end);
+  // A step's collectives follow, up to the step's Wait. Returns the step's number. If no collective
+  // ends within the group's timeout, those of all begun steps end in errors, so that a launch which
+  // waits for room in the queue goes on.
+  int64_t BeginStep() { return ++steps_begun_; }
+  // Waits for the event that the step recorded last, any number of times. Steps are waited for in
+  // their order. DEADLINE_EXCEEDED when another rank was silent for too long, UNAVAILABLE when NCCL
+  // has noticed an error. After an error, call Abandon.
+  absl::Status Wait(const CudaEvent& end, int64_t step);
   // Ends everything on the stream that waits for ranks, and waits for the stream. Final.
   void Abandon(const CudaStream& stream);
 
