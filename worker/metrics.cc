@@ -48,6 +48,19 @@ struct PeerFamilies {
   Family<Counter>& blocks;
 };
 
+struct StepFamilies {
+  explicit StepFamilies(prometheus::Registry& r)
+      : seconds(AddHistogram(r, "kvasir_step_seconds", "Time of one step on this rank.")),
+        gap_seconds(AddHistogram(r, "kvasir_step_gap_seconds",
+                                 "Time without a step on this rank while a running request waited "
+                                 "for the next; 0 where it had begun.")),
+        tokens(AddHistogram(r, "kvasir_step_tokens", "Tokens computed in one step.")) {}
+
+  Family<Histogram>& seconds;
+  Family<Histogram>& gap_seconds;
+  Family<Histogram>& tokens;
+};
+
 }  // namespace
 
 struct WorkerMetrics::Families {
@@ -84,6 +97,7 @@ struct WorkerMetrics::Families {
         read_errors(AddCounter(r, "kvasir_kv_read_errors_total",
                                "Reads that a device failed at first; each is tried once more.")),
         peers(r),
+        steps(r),
         pages(r),
         blocks(AddCounter(r, "kvasir_attention_blocks_total",
                           "Pages that dense attention would have read, over layers and KV heads.")),
@@ -109,11 +123,6 @@ struct WorkerMetrics::Families {
         budget_tokens(AddHistogram(r, "kvasir_attention_budget_tokens",
                                    "Tokens that a query of decoding attended to, by layer and KV "
                                    "head.")),
-        step_seconds(AddHistogram(r, "kvasir_step_seconds", "Time of one step on this rank.")),
-        step_gap_seconds(AddHistogram(r, "kvasir_step_gap_seconds",
-                                      "Time without a step on this rank while a running request "
-                                      "waited for the next; 0 where it had begun.")),
-        step_tokens(AddHistogram(r, "kvasir_step_tokens", "Tokens computed in one step.")),
         failed_rows(AddCounter(r, "kvasir_failed_rows_total",
                                "Rows of steps that failed alone, by status code; the first of each "
                                "sequence.")) {}
@@ -134,6 +143,7 @@ struct WorkerMetrics::Families {
   Family<Counter>& checksum_failures;
   Family<Counter>& read_errors;
   PeerFamilies peers;
+  StepFamilies steps;
   PageFamilies pages;
   Family<Counter>& blocks;
   Family<Counter>& blocks_skipped;
@@ -144,9 +154,6 @@ struct WorkerMetrics::Families {
   Family<Counter>& contracts;
   Family<Counter>& dense_fallback;
   Family<Histogram>& budget_tokens;
-  Family<Histogram>& step_seconds;
-  Family<Histogram>& step_gap_seconds;
-  Family<Histogram>& step_tokens;
   Family<Counter>& failed_rows;
 };
 
@@ -250,9 +257,9 @@ struct WorkerMetrics::Series {
         lent{&f.peers.blocks.Add(With({{"result", "lent"}}))},
         pages(f.pages, labels),
         selection_memory(f.selection_memory.Add(labels)),
-        step_seconds(f.step_seconds.Add(labels, kStepSeconds)),
-        step_gap_seconds(f.step_gap_seconds.Add(labels, kGapSeconds)),
-        step_tokens(f.step_tokens.Add(labels, kStepTokens)) {
+        step_seconds(f.steps.seconds.Add(labels, kStepSeconds)),
+        step_gap_seconds(f.steps.gap_seconds.Add(labels, kGapSeconds)),
+        step_tokens(f.steps.tokens.Add(labels, kStepTokens)) {
     for (const std::string& policy : group.policies) {
       policies.emplace_back(f, With({{"policy", policy}}));
     }
