@@ -6,14 +6,14 @@ and leaves the card to the service; its batches are static. Times of the service
 `kvasir bench`, over gRPC, tokenization included. Needs grpcio; without torch and transformers there is no peer.
 
     tests/gpu.sh bundle out/gpu && out/gpu/bin/gpu.sh table            # on a GPU machine
-    tests/bench/gpu_service_bench.py --tensor-parallel-size=2 --lengths=8000,130000,510000 --peer=none
+    tests/bench/gpu_service_bench.py --tensor-parallel-size=2 --lengths=8000,130000 --long-streams=4x130000 --peer=none
     tests/bench/gpu_service_bench.py --device=cpu --peer=none --shape=../needle-8k --lengths=500,2000 --batches=1,4,70 \
         --max-tokens=16 --flags=--max-num-batched-tokens=4096 --read-gb-per-s=$(tests/bench/read_speed.py 2)
 
-The tables: prompts by length; tokens of one stream by length of its context; steps of many streams; tokens of one request
-that is asked twice, alone and among others. "Bytes alone" is the time in which a card reads what a step must read, at its
-own speed: weights, keys and values that are attended to, and quest's bounds of pages. "Share" is that over the time between
-tokens.
+The tables: prompts by length; tokens of one stream by length of its context; with --long-streams, streams of long
+prompts that come together; steps of many streams; tokens of one request that is asked twice, alone and among others.
+"Bytes alone" is the time in which a card reads what a step must read, at its own speed: weights, keys and values that
+are attended to, and quest's bounds of pages. "Share" is that over the time between tokens.
 """
 
 import argparse
