@@ -19,6 +19,7 @@ are attended to, and quest's bounds of pages. "Share" is that over the time betw
 import argparse
 import gc
 import json
+import math
 import os
 import pathlib
 import random
@@ -73,10 +74,10 @@ class Bench:
 
     def gaps(self):
         """Returns how many gaps before steps rank 0 has had, at most as long as each bound in seconds, and the sum of all."""
-        text = self.service.metrics_text(self.service.worker_metrics[0])
-        buckets = re.findall(r'^kvasir_step_gap_seconds_bucket{.*le="([^"]+)".*} (\S+)$', text, re.M)
-        total = re.search(r"^kvasir_step_gap_seconds_sum(?:{.*})? (\S+)$", text, re.M)[1]
-        return {float(bound): float(count) for bound, count in buckets}, float(total)
+        worker = self.service.worker_metrics[0]
+        buckets = {float(re.search(r'le="([^"]+)"', name)[1]): count for name, count in self.service.metrics(worker).items()
+                   if name.startswith("kvasir_step_gap_seconds_bucket")}
+        return buckets, self.service.metric("kvasir_step_gap_seconds_sum", worker)
 
 
 class Floor:
@@ -154,23 +155,24 @@ def measure_prompts(bench, peer, floor, lengths):
 
 def print_batches_head():
     print_head("streams", "transformers, ms a step", "ms between tokens, p50", "bytes alone, ms", "share", "p99", "tokens a second",
-               "gap between steps, us, p50 at most", "mean", "coordinator's CPU, us a token")
+               "gap before a step, us, p50 at most", "mean, us", "coordinator's CPU, us a token")
 
 
 def measure_batches(bench, peer, floor, batches, max_tokens):
-    """Steps of streams that decode together. Gaps are those in which rank 0 has no step; CPU is the coordinator's."""
+    """Steps of streams that decode together. A gap is the time before a step in which rank 0 has none while a request waits
+    for it; CPU is the coordinator's."""
     for streams in batches:
         theirs = peer.get((STREAM_TOKENS, streams), ("", ""))[1]
         cpu, (counts, seconds) = bench.coordinator_seconds(), bench.gaps()
         result = bench.run(streams=streams, requests=streams, prompt_tokens=STREAM_TOKENS, max_tokens=max_tokens)
         cpu, (counts_after, seconds_after) = bench.coordinator_seconds() - cpu, bench.gaps()
         gaps = {bound: count - counts[bound] for bound, count in counts_after.items()}
-        most = max(gaps.values())
-        half = min(bound for bound, count in gaps.items() if 2 * count >= most)
+        number = gaps[math.inf]
+        median = min(bound for bound, count in gaps.items() if 2 * count >= number)
         latency = result["inter_token_latency_ms"]
         tokens = result["generated_tokens"]
         print_row(streams, theirs, latency["p50"], *floor.cells(latency["p50"], streams, STREAM_TOKENS + max_tokens // 2),
-                  latency["p99"], result["generated_tokens_per_s"], 1e6 * half, 1e6 * (seconds_after - seconds) / most,
+                  latency["p99"], result["generated_tokens_per_s"], 1e6 * median, 1e6 * (seconds_after - seconds) / number,
                   1e6 * cpu / tokens)
 
 

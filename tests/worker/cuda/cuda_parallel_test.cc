@@ -211,7 +211,7 @@ TEST_P(CudaParallelTest, RanksAnswerAsOneDoes) {
         EXPECT_EQ(hashes->back(), hashes->front()) << "ranks have other logits";
         rounds.push_back(hashes->front());
       }
-      EXPECT_EQ(rounds[0], rounds[1]);
+      EXPECT_EQ(rounds[0], rounds[1]) << "steps ahead have other logits";
       const auto& backend = static_cast<CudaBackend&>(model.transformer().backend());
       EXPECT_GT(backend.graphs().stats().replayed, 0);
     });
@@ -232,7 +232,7 @@ INSTANTIATE_TEST_SUITE_P(Sizes, CudaParallelTest,
                                          Group{2, true, 1}),
                          NameOf);
 
-// Returns the error of the first of two steps, of which the second begins ahead.
+// Begins two steps, the second ahead of the answer to the first. Returns the first error.
 absl::Status StepTwice(Engine& engine, TestCoordinator& coordinator) {
   KVASIR_RETURN_IF_ERROR(engine.Begin(coordinator.NextPlan()));
   const v1::StepPlan second = coordinator.NextPlan();

@@ -86,7 +86,7 @@ class CudaBackend final : public Backend {
     // The device's request and its result: of the sampled rows, and of the scored tokens.
     kernels::PinnedBuffer sampling, scoring;
     CudaEvent fetched;          // recorded after the copy of the results
-    int64_t step_of_ranks = 0;  // number of CudaRanks; 0: this rank is alone
+    int64_t step_of_ranks = 0;  // as CudaRanks counts steps; 0: this rank is alone
   };
 
   CudaBackend(kernels::Executor& executor, CudaStream stream, kernels::CublasLt lt,
