@@ -34,7 +34,7 @@ struct alignas(16) UnitPartial {
 template <int kHeadDim, Placement kPlacement, bool kCoded>
 struct alignas(1024) SharedMemory {
   using Shape = PageShape<kHeadDim>;
-  using Ring = TileRing<kHeadDim, kRingBytes / Shape::kPageBytes, kCoded, KeyPositions<kPlacement>>;
+  using Ring = TileRing<kHeadDim, kRingBytes / Shape::kPageBytes, kCoded, kPlacement>;
   // A stage always has the same reader. A barrier tells one use of a stage from the next one, but
   // not from the one after, for which another reader could already wait.
   static_assert(Ring::kStages % kConsumers == 0);
@@ -112,8 +112,12 @@ __device__ void LeavePartial(SharedMemory<kHeadDim, kPlacement, kCoded>& shared,
   for (int j = 0; j < 2; ++j) {
     UnitPartial<kHeadDim>& partial = shared.partials[place][me.column + j];
     for (int half = 0; half < PageShape<kHeadDim>::kHalves; ++half) {
-      partial.values[half * kBoxColumns + me.row] = state.out[half][j];
-      partial.values[half * kBoxColumns + me.row + 8] = state.out[half][j + 2];
+      for (int row = 0; row < 2; ++row) {
+        const int dim = decltype(shared.ring)::kKeepsCodes
+                            ? DimOfSum<kHeadDim>(me, half, row)
+                            : half * static_cast<int>(kBoxColumns) + me.row + 8 * row;
+        partial.values[dim] = state.out[half][j + 2 * row];
+      }
     }
     if (me.thread % kWarpThreads < 4) partial.sums[me.warp] = state.sum[j];
     if (me.thread < 4) partial.max = state.max[j];
@@ -309,8 +313,8 @@ __device__ void Consume(const DecodeParams& p, SharedMemory<kHeadDim, kPlacement
     const Task task = tasks.Await();
     if (!task.exists()) return;
     tasks.Release();
-    LoadQuery<kHeadDim, kPlacement>(p, task.row, task.first_row, MyHeads(p), me,
-                                    shared.consumers[me.consumer].query);
+    LoadQuery<kHeadDim, kPlacement, kTakesCodes<kPlacement, kCoded>>(
+        p, task.row, task.first_row, MyHeads(p), me, shared.consumers[me.consumer].query);
     for (int i = 0; i < task.num_units; ++i, parity ^= 1) {
       ThreadState<kHeadDim> state;
       const TilesEnd end = AttendToTiles<kHeadDim, kPlacement, kCoded>(p, shared, me, at, state);

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "kernels/attention/attend_launch.h"
+#include "kernels/attention/code_products.cuh"
 #include "kernels/attention/page_pipeline.cuh"
 
 namespace kvasir::kernels {
@@ -43,8 +44,8 @@ struct HeadRange {
 };
 
 // Loads the queries of some heads of selection row `row`, whose tile begins at row `first_row` of
-// q. Rows of absent heads are zero.
-template <int kHeadDim, Placement kPlacement>
+// q. Rows of absent heads are zero. `kForCodes`: keys stay codes.
+template <int kHeadDim, Placement kPlacement, bool kForCodes = false>
 __device__ void LoadQuery(const AttendLaunch& p, int64_t row, int64_t first_row,
                           const HeadRange& of_group, const ThreadPlace& me, std::byte* to) {
   const int64_t kv_head = row % p.kv.layout.num_kv_heads;
@@ -54,6 +55,11 @@ __device__ void LoadQuery(const AttendLaunch& p, int64_t row, int64_t first_row,
   const auto query_of = [&](int head) {
     return head < of_group.size() ? first + head * kHeadDim : nullptr;
   };
+  if constexpr (kForCodes) {
+    static_assert(kPlacement == Placement::kCached);
+    LoadQueryForCodes<kHeadDim, kHeads>(me, query_of, to);
+    return;
+  }
   LoadQueryTile<kHeadDim, kHeads>(me, query_of, to);
   if constexpr (kPlacement != Placement::kCached) {
     const int64_t own = p.tiles[row / p.kv.layout.num_kv_heads].first_position;
@@ -129,6 +135,36 @@ __device__ float RowScale(const Ring& ring, int stage, int side, int row) {
   return 1;
 }
 
+// Logits of the stage's tokens, without the scales of quantized keys.
+template <int kHeadDim, typename Ring>
+__device__ void StageLogits(Ring& ring, int stage, DType dtype, const std::byte* query,
+                            const ThreadPlace& me, float (&s)[4]) {
+  if constexpr (!Ring::kKeepsCodes) {
+    Logits<kHeadDim>(ring.keys(stage), query, s);
+  } else if (dtype == DType::kInt8) {
+    CodedLogits<kHeadDim, true>(ring.codes(stage), query, me, s);
+  } else {
+    CodedLogits<kHeadDim, false>(ring.codes(stage), query, me, s);
+  }
+}
+
+// Adds the stage's values, without their scales.
+template <int kHeadDim, typename Ring>
+__device__ void AddStageValues(Ring& ring, int stage, DType dtype, const std::byte* weights,
+                               const ThreadPlace& me,
+                               float (&out)[PageShape<kHeadDim>::kHalves][4]) {
+  if constexpr (!Ring::kKeepsCodes) {
+    AddValues<kHeadDim>(ring.values(stage), weights, out);
+    return;
+  }
+  const std::byte* const codes = ring.codes(stage) + CodePage<kHeadDim>::kSideBytes;
+  if (dtype == DType::kInt8) {
+    AddCodedValues<kHeadDim, true>(codes, weights, me, out);
+  } else {
+    AddCodedValues<kHeadDim, false>(codes, weights, me, out);
+  }
+}
+
 // Adds the stage's page. Only this warpgroup reads the stage, which it changes.
 template <int kHeadDim, Placement kPlacement, typename Ring>
 __device__ void AttendToPage(const AttendLaunch& p, Ring& ring, DecodeMemory<kHeadDim>& mine,
@@ -136,7 +172,7 @@ __device__ void AttendToPage(const AttendLaunch& p, Ring& ring, DecodeMemory<kHe
                              ThreadState<kHeadDim>& state) {
   const uint64_t mask = ring.masks[stage];
   if (mask == 0) return;
-  if constexpr (Ring::kCoded) {
+  if constexpr (Ring::kCoded && !Ring::kKeepsCodes) {
     DecodeStage<kGroupThreads, Decoding::kUnscaled>(ring, stage, p.kv.layout.dtype, me.thread,
                                                     [&] { Synchronize(me); });
     Synchronize(me);
@@ -146,7 +182,7 @@ __device__ void AttendToPage(const AttendLaunch& p, Ring& ring, DecodeMemory<kHe
     Synchronize(me);
   }
   float s[4] = {};
-  Logits<kHeadDim>(ring.keys(stage), mine.query, s);
+  StageLogits<kHeadDim>(ring, stage, p.kv.layout.dtype, mine.query, me, s);
   const bool attended[2] = {(mask >> me.row & 1) != 0, (mask >> (me.row + 8) & 1) != 0};
   for (int i = 0; i < 4; ++i) {
     const float scale = RowScale(ring, stage, 0, me.row + i / 2 * 8);
@@ -179,7 +215,7 @@ __device__ void AttendToPage(const AttendLaunch& p, Ring& ring, DecodeMemory<kHe
   }
   hopper::FenceAsyncProxy();
   Synchronize(me);
-  AddValues<kHeadDim>(ring.values(stage), mine.weights, state.out);
+  AddStageValues<kHeadDim>(ring, stage, p.kv.layout.dtype, mine.weights, me, state.out);
 }
 
 }  // namespace kvasir::kernels

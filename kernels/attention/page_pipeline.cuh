@@ -50,6 +50,7 @@ template <int kHeadDim, int kStageCount, bool kHasCodes, typename Positions = It
 struct alignas(1024) PageRing {
   static constexpr int kStages = kStageCount;
   static constexpr bool kCoded = kHasCodes;
+  static constexpr bool kKeepsCodes = false;  // readers decode them in place
   using Shape = PageShape<kHeadDim>;
 
   std::byte pages[kStages][Shape::kPageBytes];

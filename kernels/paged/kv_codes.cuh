@@ -31,13 +31,12 @@ struct CodeScale {
   }
 };
 
-// Decodes two neighbours of four codes, the first two or the second, without their scale, which
-// makes them finite bfloat16 numbers whatever the codes are.
+// Decodes two codes, one in each half of a word (int8: in its lower byte, fp8: in its upper one),
+// without their scale, which makes them finite bfloat16 numbers whatever the codes are.
 template <bool kIsInt8>
-__device__ uint32_t DecodePair(uint32_t four, bool second) {
+__device__ uint32_t DecodeSpread(uint32_t spread) {
   if constexpr (kIsInt8) {
     // 128 + the low seven bits, less 128 or, for a negative code, 256.
-    const uint32_t spread = __byte_perm(four, 0, second ? 0x4342 : 0x4140);
     const uint32_t low = (spread & 0x007f007fu) | 0x43004300u;
     const uint32_t less = (spread & 0x00800080u) | 0x43004300u;
     const __nv_bfloat162 pair = __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&low),
@@ -46,9 +45,23 @@ __device__ uint32_t DecodePair(uint32_t four, bool second) {
   } else {
     // The bits of a code are those of a bfloat16 whose exponent is 120 too small.
     constexpr uint32_t kTwoTo120 = 0x7b807b80u;
-    const uint32_t spread = __byte_perm(four, 0, second ? 0x3424 : 0x1404);
     return MultiplyPairs((spread & 0x80008000u) | (spread >> 4 & 0x07f007f0u), kTwoTo120);
   }
+}
+// Decodes two neighbours of four codes, the first two or the second, without their scale.
+template <bool kIsInt8>
+__device__ uint32_t DecodePair(uint32_t four, bool second) {
+  if constexpr (kIsInt8) {
+    return DecodeSpread<true>(__byte_perm(four, 0, second ? 0x4342 : 0x4140));
+  } else {
+    return DecodeSpread<false>(__byte_perm(four, 0, second ? 0x3424 : 0x1404));
+  }
+}
+// Decodes code `code` of each of two words, without their scale.
+template <bool kIsInt8>
+__device__ uint32_t DecodeAcross(uint32_t first, uint32_t second, int code) {
+  const auto selector = static_cast<uint32_t>(code | (4 + code) << 8);
+  return DecodeSpread<kIsInt8>(__byte_perm(first, second, kIsInt8 ? selector : selector << 4));
 }
 template <bool kIsInt8>
 __device__ uint4 DecodeEight(const uint2& codes) {
