@@ -7,11 +7,14 @@
 // every step and selects in some of them, as in the engine; its time is the mean over a refresh
 // cycle. peer_attention.py puts the dense rows beside those of others.
 //
-//   attention_cuda_bench [--rows=TEXT] [--budget=TOKENS] [--kv-cache-dtype=DTYPE] [TOKENS ...]
+//   attention_cuda_bench [--rows=TEXT] [--budget=TOKENS] [--window=TOKENS] [--preset=NAME]
+//                        [--kv-cache-dtype=DTYPE] [TOKENS ...]
 //                                                      default: 4096 32768 131072 1048576
 //
 //   --rows    only rows of the table whose name contains TEXT
 //   --budget  number of selected tokens (2048)
+//   --window  number of the last tokens, which every list has (1024)
+//   --preset  of infinitehip (3k)
 //   --kv-cache-dtype  bfloat16 (default), fp8_e4m3 or int8
 #include <algorithm>
 #include <cstdio>
@@ -264,11 +267,17 @@ int main(int argc, char** argv) {
   for (const char* argument : std::span(argv, static_cast<size_t>(argc)).subspan(1)) {
     constexpr std::string_view kRows = "--rows=";
     constexpr std::string_view kBudget = "--budget=";
+    constexpr std::string_view kWindow = "--window=";
+    constexpr std::string_view kPreset = "--preset=";
     constexpr std::string_view kDtype = "--kv-cache-dtype=";
     if (std::string_view(argument).starts_with(kRows)) {
       kvasir::kernels::wanted_rows = argument + kRows.size();
     } else if (std::string_view(argument).starts_with(kBudget)) {
       kvasir::kernels::selection_numbers.budget_tokens = std::atoll(argument + kBudget.size());
+    } else if (std::string_view(argument).starts_with(kWindow)) {
+      kvasir::kernels::selection_numbers.window_tokens = std::atoll(argument + kWindow.size());
+    } else if (std::string_view(argument).starts_with(kPreset)) {
+      kvasir::kernels::infinitehip_preset = argument + kPreset.size();
     } else if (std::string_view(argument).starts_with(kDtype)) {
       kvasir::kernels::kv_layout.dtype =
           kvasir::kernels::Value(kvasir::kernels::ParseKvDType(argument + kDtype.size()));

@@ -23,12 +23,13 @@ namespace kvasir::kernels {
 inline constexpr int64_t kKvHeads = 8;
 inline constexpr int64_t kGroup = 4;
 inline constexpr int64_t kHeadDim = 128;
-// Layout of the KV, and sink, window and budget of all selections here. Constant once main has read
-// its arguments.
+// Layout of the KV, sink, window and budget of all selections here, and infinitehip's preset.
+// Constant once main has read its arguments.
 inline KvLayout kv_layout = {
     .num_layers = 1, .num_kv_heads = kKvHeads, .head_dim = kHeadDim, .dtype = DType::kBFloat16};
 inline PolicyNumbers selection_numbers = {
     .sink_tokens = 128, .window_tokens = 1024, .budget_tokens = 2048, .top_p = 0.95f};
+inline const char* infinitehip_preset = "3k";
 inline constexpr int64_t kListCapacity = 2048;  // entries of one token
 inline constexpr int64_t kCycle = 16;           // steps of a refresh cycle
 inline constexpr int64_t kInterval = 8;         // steps between two runs of a method's first stage
@@ -63,7 +64,7 @@ struct Set {
       faults;
   DeviceBuffer bounds, bounds_table, codes, codes_table, numbers, work, pruning;
   DeviceBuffer step_blocks, remembered, lists, stage_items, memories, staged_memories;
-  InfiniteHipCuda hip = {.preset = Value(InfiniteHipSelector::FindPreset("3k")),
+  InfiniteHipCuda hip = {.preset = Value(InfiniteHipSelector::FindPreset(infinitehip_preset)),
                          .max_budget_tokens = selection_numbers.budget_tokens};
   KvTensorMaps maps;
   std::optional<CudaRopePositions> rope;

@@ -3,16 +3,19 @@
 // row for each context and policy, dense first:
 //
 //   decode_step_bench [--model=FOLDER] [--device=cuda] [--contexts=4096,131072] [--policies=...]
-//                     [--batch=1] [--steps=64] [--budget=2048] [--ranks=1] [--device-share=1]
-//                     [--turn=0] [--kv-cache-dtype=bfloat16]
+//                     [--batch=1] [--steps=64] [--budget=2048] [--window=1024] [--ranks=1]
+//                     [--device-share=1] [--turn=0] [--kv-cache-dtype=bfloat16] [--trace=0]
 //
-// With several ranks, a process and a GPU each, rank 0 is printed. With a --device-share below 1,
+// With several ranks, a process and a GPU each, rank 0 is printed. After each row come the kernels
+// of
+// --trace more steps (device_trace.h). With a --device-share below 1,
 // that share of the longest context's KV fits into device memory, and the rest is read from the
 // host tier. --turn is about the cosine of consecutive queries (turning_queries.h); with 0, layers
 // use the queries of the random model.
 //
 // A policy is `all` or the name of a selector, followed by +top_p (0.95), +interval (8) and +layer
-// (one selection a layer). quest+bound ranks pages by their bounds (docs/decisions/0012).
+// (one selection a layer); its sink is 128 tokens. quest+bound ranks pages by their bounds
+// (docs/decisions/0012), infinitehip has the preset 3k and infinitehip+5k the other.
 //
 //   wall       time of Engine::Step with sampling and tables: median and mean over the steps
 //   GPU        time from the begin to the end of the step's graph, likewise
@@ -34,7 +37,6 @@
 #include <cstring>
 #include <cuda_runtime_api.h>
 #include <memory>
-#include <numeric>
 #include <optional>
 #include <string>
 #include <vector>
@@ -43,7 +45,9 @@
 #include "absl/strings/str_cat.h"
 
 #include "tests/bench/decode_step_flags.h"
+#include "tests/bench/decode_step_measured.h"
 #include "tests/bench/device_read_speed.h"
+#include "tests/bench/device_trace.h"
 #include "tests/bench/synthetic_kv.h"
 #include "tests/bench/turning_queries.h"
 #include "tests/worker/parallel/rank_processes.h"
@@ -78,31 +82,6 @@ double Microseconds(Clock::time_point begin, Clock::time_point end) {
   return std::chrono::duration<double, std::micro>(end - begin).count();
 }
 
-double Median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + std::ssize(values) / 2, values.end());
-  return values[values.size() / 2];
-}
-double Mean(const std::vector<double>& values) {
-  return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
-}
-
-// Measurements of one policy at one context.
-struct Measured {
-  std::vector<double> wall_ms, gpu_ms;
-  std::vector<double> before_us, around_us, behind_us;  // times of the host
-  int64_t attended_tokens = 0;  // sum over steps, rows of the batch, layers and KV heads
-  int64_t selected = 0;         // number of (step, row, layer, KV head) whose selector ran
-  int64_t nodes = 0;
-  double overlap = 0;
-  int64_t hits = 0, misses = 0, promoted_bytes = 0;  // sums over steps
-
-  void Add(const v1::RowAccounting& row) {
-    attended_tokens += static_cast<int64_t>(row.attended_tokens());
-    selected +=
-        static_cast<int64_t>(row.stages_run_size() > 0 ? row.stages_run(0) : row.attending_rows());
-  }
-};
-
 class Bench {
  public:
   // `rendezvous` is with the other ranks; null for a single rank.
@@ -121,6 +100,8 @@ class Bench {
   void AddRows(int64_t position, v1::StepPlan& plan);
   double WeightBytes() const;
   double BytesRead(const std::string& policy, int64_t context, const Measured& measured) const;
+  void Trace(int64_t position);
+  void Leave();
   void PrintHead(double fill_s) const;
   void Print(int64_t context, const std::string& policy, const Measured& measured,
              double dense_ms) const;
@@ -179,7 +160,7 @@ Bench::Bench(const Flags& flags, int rank, Rendezvous* rendezvous)
                            .kv_dtype = flags.kv_cache_dtype,
                            .policies = {}};
   for (const std::string& policy : flags.policies) {
-    options.policies.push_back(MakePolicy(policy, flags.budget));
+    options.policies.push_back(MakePolicy(policy, flags));
   }
   const kernels::KvLayout layout = model_.transformer->kv_layout(options.kv_dtype);
   const int64_t blocks_a_row = flags.contexts.back() / kPageTokens + 16 + flags.steps / kPageTokens;
@@ -268,7 +249,7 @@ void Bench::AddStart(int64_t context, uint32_t policy, int64_t row, v1::StepPlan
   start.mutable_cached_blocks()->Add(blocks.begin(), blocks.begin() + context / kPageTokens);
   *start.mutable_sampling() = Greedy();
   start.set_policy_index(policy);
-  const v1::SparsityPolicy numbers = MakePolicy(flags_.policies[policy], flags_.budget);
+  const v1::SparsityPolicy numbers = MakePolicy(flags_.policies[policy], flags_);
   *start.mutable_prefill() = numbers.prefill();
   *start.mutable_decode() = numbers.decode();
   start.set_tail_tokens(kPageTokens);
@@ -329,11 +310,26 @@ Measured Bench::Measure(int64_t context, uint32_t policy) {
   measured.misses = after.device_misses - before.device_misses;
   measured.promoted_bytes = after.bytes_host_to_device - before.bytes_host_to_device;
   measured.overlap = overlap.share();
+  return measured;
+}
+
+void Bench::Trace(int64_t position) {
+  tests::BeginDeviceTrace();
+  for (int64_t i = 0; i < flags_.trace; ++i) {
+    v1::StepPlan plan;
+    AddRows(position + i, plan);
+    v1::StepReply reply;
+    Step(plan, reply);
+  }
+  const tests::DeviceWork work = tests::EndDeviceTrace();
+  if (rank_ == 0) tests::PrintDeviceWork(work);
+}
+
+void Bench::Leave() {
   v1::StepPlan leave;
   for (int64_t row = 0; row < flags_.batch; ++row) leave.add_free_slots(static_cast<uint32_t>(row));
   v1::StepReply reply;
   Step(leave, reply);
-  return measured;
 }
 
 double Bench::WeightBytes() const {
@@ -408,6 +404,8 @@ void Bench::Run() {
       if (policy == 0)
         dense_ms = Mean(measured.gpu_ms.empty() ? measured.wall_ms : measured.gpu_ms);
       Print(context, flags_.policies[policy], measured, dense_ms);
+      if (flags_.trace > 0) Trace(context + kWarmUps + flags_.steps);
+      Leave();
     }
   }
 }

@@ -41,7 +41,9 @@ struct Flags {
   int64_t batch = 1;
   int64_t steps = 64;
   int64_t budget = 2048;
+  int64_t window = 1024;
   int64_t ranks = 1;
+  int64_t trace = 0;
   double device_share = 1;
   double turn = 0;
 };
@@ -80,8 +82,12 @@ inline Flags ParseFlags(int argc, char** argv) {
       flags.steps = Number(value);
     else if (name == "--budget")
       flags.budget = Number(value);
+    else if (name == "--window")
+      flags.window = Number(value);
     else if (name == "--ranks")
       flags.ranks = Number(value);
+    else if (name == "--trace")
+      flags.trace = Number(value);
     else if (name == "--device-share")
       flags.device_share = Share(value);
     else if (name == "--turn")
@@ -100,7 +106,7 @@ inline Flags ParseFlags(int argc, char** argv) {
 }
 
 // Returns the server's policy; the same message has the numbers of a sequence.
-inline v1::SparsityPolicy MakePolicy(const std::string& name, int64_t budget) {
+inline v1::SparsityPolicy MakePolicy(const std::string& name, const Flags& flags) {
   v1::SparsityPolicy policy;
   v1::SetSelector("all", *policy.mutable_prefill());
   v1::AttentionPolicy& decode = *policy.mutable_decode();
@@ -108,14 +114,16 @@ inline v1::SparsityPolicy MakePolicy(const std::string& name, int64_t budget) {
   v1::SetSelector(parts[0], decode);
   const bool is_hip = parts[0] == "infinitehip";
   if (is_hip) decode.mutable_infinitehip()->set_preset("3k");
-  decode.set_sink_tokens(is_hip ? 256 : 128);
-  decode.set_window_tokens(is_hip ? 1024 : 512);
-  decode.set_token_budget(static_cast<uint32_t>(budget));
+  decode.set_sink_tokens(128);
+  decode.set_window_tokens(static_cast<uint32_t>(flags.window));
+  decode.set_token_budget(static_cast<uint32_t>(flags.budget));
   for (size_t i = 1; i < parts.size(); ++i) {
     if (parts[i] == "top_p") {
       decode.set_top_p(0.95f);
     } else if (parts[0] == "quest" && parts[i] == "bound") {
       decode.mutable_quest()->set_score("bound");
+    } else if (is_hip && parts[i] == "5k") {
+      decode.mutable_infinitehip()->set_preset("5k");
     } else if (parts[i] == "layer") {  // all heads of a layer share a selection
       if (is_hip) {
         decode.mutable_infinitehip()->set_scope("layer");

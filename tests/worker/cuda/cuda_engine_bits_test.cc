@@ -168,6 +168,65 @@ TEST_F(CudaEngineTest, GroupedPositionsGiveTheSameBitsFromPartsInDeviceMemory) {
   ExpectSameBitsFromParts(*grouped_models_.gpu, {0, 1, 3}, GroupedOptions());
 }
 
+// Reads a prompt of 3,000 tokens in chunks, whole or after the blocks of a document that another
+// request left, and answers.
+ServedRun ServeInChunks(TestModel& model, uint32_t policy, int64_t chunk, bool cached) {
+  constexpr int64_t kDocument = 2000;
+  TestRequest request = MakeRequest(100, 3000, policy);
+  EngineOptions options = Options();
+  options.max_num_batched_tokens = 8192;
+  TestWorker worker(model, options);
+  TestCoordinator coordinator({.chunk = chunk, .max_tokens = 8192, .keep_blocks = true});
+  if (cached) {
+    // The tokens that the first request reads one by one lie after the document.
+    TestRequest first = MakeRequest(100, kDocument, policy);
+    first.prompt.insert(first.prompt.end(), 60, 5);
+    const size_t r = coordinator.Add(first);
+    worker.Run(coordinator);
+    request.cached_blocks = coordinator.result(r).blocks;
+    request.cached_blocks.resize(kDocument / kernels::kPageTokens);
+  }
+  const size_t r = coordinator.Add(request);
+  worker.Run(coordinator);
+  EXPECT_TRUE(coordinator.result(r).status.ok()) << coordinator.result(r).status;
+  EXPECT_EQ(coordinator.result(r).accounting.cached_device_tokens() > 0, cached);
+  return {.logits = worker.logits(),
+          .results = {coordinator.result(r)},
+          .stats = worker.engine().store().stats()};
+}
+
+// Chunks of 2,979 tokens leave one for the last chunk.
+void ExpectSameBitsInChunks(TestModel& model, uint32_t policy, const std::vector<int64_t>& chunks) {
+  const ServedRun expected = ServeInChunks(model, policy, kChunk, /*cached=*/false);
+  for (const int64_t chunk : chunks) {
+    for (const bool cached : {false, true}) {
+      SCOPED_TRACE(testing::Message() << "policy " << policy << ", chunks of " << chunk
+                                      << (cached ? ", after a hit" : ""));
+      const ServedRun found = ServeInChunks(model, policy, chunk, cached);
+      EXPECT_EQ(found.results[0].tokens, expected.results[0].tokens);
+      LogitsDifference difference;
+      for (const auto& [place, logits] : expected.logits) {
+        ASSERT_TRUE(found.logits.contains(place)) << "position " << place.second;
+        difference.Add(logits, found.logits.at(place));
+      }
+      EXPECT_EQ(difference.largest, 0) << "of " << difference.scale;
+    }
+  }
+}
+
+TEST_F(CudaEngineTest, ADensePromptHasTheSameBitsInAnyChunksAndAfterAHit) {
+  for (const uint32_t policy : {0u, 2u}) {
+    ExpectSameBitsInChunks(*models_.gpu, policy, {64, 100, 331, kChunk, 2979, 4096});
+  }
+}
+
+// Each block of a page's queries has its own selection.
+TEST_F(CudaEngineTest, ASparsePromptHasTheSameBitsInChunksOfPagesAndAfterAHit) {
+  for (const uint32_t policy : {1u, 3u, 4u, 5u, 7u, 14u}) {
+    ExpectSameBitsInChunks(*models_.gpu, policy, {64, kChunk, 1024, 4096});
+  }
+}
+
 // Kernels have no sums of undefined order; the products of linear layers are chosen by shape.
 TEST_F(CudaEngineTest, TheSameStepsGiveTheSameBits) {
   const TestRequest request = MakeRequest(500, 1500, 1);
