@@ -4,14 +4,13 @@
 //
 //   decode_step_bench [--model=FOLDER] [--device=cuda] [--contexts=4096,131072] [--policies=...]
 //                     [--batch=1] [--steps=64] [--budget=2048] [--window=1024] [--ranks=1]
-//                     [--device-share=1] [--turn=0] [--kv-cache-dtype=bfloat16] [--trace=0]
+//                     [--device-share=1] [--turn=0] [--kv-cache-dtype=bfloat16] [--trace=STEPS]
 //
-// With several ranks, a process and a GPU each, rank 0 is printed. After each row come the kernels
-// of
-// --trace more steps (device_trace.h). With a --device-share below 1,
-// that share of the longest context's KV fits into device memory, and the rest is read from the
-// host tier. --turn is about the cosine of consecutive queries (turning_queries.h); with 0, layers
-// use the queries of the random model.
+// With several ranks, a process and a GPU each, rank 0 is printed. With --trace, the kernels of so
+// many more steps follow each row (device_trace.h). With a --device-share below 1, that share of
+// the longest context's KV fits into device memory, and the rest is read from the host tier. --turn
+// is about the cosine of consecutive queries (turning_queries.h); with 0, layers use the queries of
+// the random model.
 //
 // A policy is `all` or the name of a selector, followed by +top_p (0.95), +interval (8) and +layer
 // (one selection a layer); its sink is 128 tokens. quest+bound ranks pages by their bounds
