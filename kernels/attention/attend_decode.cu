@@ -305,16 +305,16 @@ AttendToTiles(const DecodeParams& p, SharedMemory<kHeadDim, kPlacement, kCoded>&
 
 template <int kHeadDim, Placement kPlacement, bool kCoded>
 __device__ void Consume(const DecodeParams& p, SharedMemory<kHeadDim, kPlacement, kCoded>& shared) {
+  using Ring = typename SharedMemory<kHeadDim, kPlacement, kCoded>::Ring;
   const ThreadPlace me = MyPlace();
-  RingPosition<SharedMemory<kHeadDim, kPlacement, kCoded>::Ring::kStages> at = {.stage =
-                                                                                    me.consumer};
+  RingPosition<Ring::kStages> at = {.stage = me.consumer};
   uint32_t parity = 0;
   for (QueuePlace<Task> tasks(shared.tasks);;) {
     const Task task = tasks.Await();
     if (!task.exists()) return;
     tasks.Release();
-    LoadQuery<kHeadDim, kPlacement, kTakesCodes<kPlacement, kCoded>>(
-        p, task.row, task.first_row, MyHeads(p), me, shared.consumers[me.consumer].query);
+    LoadQuery<kHeadDim, kPlacement, Ring::kKeepsCodes>(p, task.row, task.first_row, MyHeads(p), me,
+                                                       shared.consumers[me.consumer].query);
     for (int i = 0; i < task.num_units; ++i, parity ^= 1) {
       ThreadState<kHeadDim> state;
       const TilesEnd end = AttendToTiles<kHeadDim, kPlacement, kCoded>(p, shared, me, at, state);

@@ -1,7 +1,8 @@
 // Pages of quantized KV (kernels/paged/kv_codes.h) in the ring of attention's kernels. The copy
 // engine brings a page's codes to the half of a stage where values will lie; the stage's reader
 // decodes them in place. Then the stage holds what it would hold with KV of bfloat16, bit for bit,
-// and all that follows is the same.
+// and all that follows is the same. Where a ring keeps codes (decode attention without rotation),
+// its reader takes them from there (code_products.cuh).
 //
 //   copied     -         | codes of K, codes of V
 //   decoded    K, tile   | V, tile

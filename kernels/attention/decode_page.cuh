@@ -165,7 +165,7 @@ __device__ void AddStageValues(Ring& ring, int stage, DType dtype, const std::by
   }
 }
 
-// Adds the stage's page. Only this warpgroup reads the stage, which it changes.
+// Adds the stage's page. Only this warpgroup reads the stage, which it may change.
 template <int kHeadDim, Placement kPlacement, typename Ring>
 __device__ void AttendToPage(const AttendLaunch& p, Ring& ring, DecodeMemory<kHeadDim>& mine,
                              WarpExchange& exchange, const ThreadPlace& me, int stage,

@@ -34,15 +34,13 @@ struct GatheredScales {
   uint8_t tokens[kSenderWarps][kTileTokens];  // of `sources`, in their pages
 };
 
-// Decode attention takes codes as they are (code_products.cuh), unless keys must be rotated first.
-template <Placement kPlacement, bool kHasCodes>
-inline constexpr bool kTakesCodes = kHasCodes&& kPlacement == Placement::kCached;
-
 template <int kHeadDim, int kStageCount, bool kHasCodes, Placement kPlacement>
 struct alignas(1024) TileRing
     : PageRing<kHeadDim, kStageCount, kHasCodes, KeyPositions<kPlacement>> {
   using Pages = PageRing<kHeadDim, kStageCount, kHasCodes, KeyPositions<kPlacement>>;
-  static constexpr bool kKeepsCodes = kTakesCodes<kPlacement, kHasCodes>;
+  // Decode attention takes codes as they are (code_products.cuh), unless keys must be rotated
+  // first.
+  static constexpr bool kKeepsCodes = kHasCodes && kPlacement == Placement::kCached;
 
   TileKind kinds[kStageCount];
   int places[kStageCount];  // the tile's number in its unit, mod kConsumers

@@ -5,7 +5,8 @@
 //   wait empty[stage]                          wait full[stage]
 //   masks[stage] = tokens to attend to         rotate keys, where they are cached un-rotated
 //   copy K, V -> pages[stage], full[stage]     compute on pages[stage], decoded in place where the
-//                                              KV is quantized (code_pages.cuh)
+//                                              KV is quantized and codes are not kept
+//                                              (code_pages.cuh)
 //                                              arrive at empty[stage], once a warp
 //
 // With grouped positions a query tile sees far keys from other positions than near keys, so pages
