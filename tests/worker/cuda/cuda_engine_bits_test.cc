@@ -189,7 +189,10 @@ ServedRun ServeInChunks(TestModel& model, uint32_t policy, int64_t chunk, bool c
   const size_t r = coordinator.Add(request);
   worker.Run(coordinator);
   EXPECT_TRUE(coordinator.result(r).status.ok()) << coordinator.result(r).status;
-  EXPECT_EQ(coordinator.result(r).accounting.cached_device_tokens() > 0, cached);
+  const v1::RowAccounting& accounting = coordinator.result(r).accounting;
+  EXPECT_EQ(accounting.cached_device_tokens() > 0, cached);
+  const v1::PhaseAccounting pages = BothPhases(accounting);
+  EXPECT_EQ(pages.skipped_selected_out() + pages.skipped_window() > 0, policy != 0);
   return {.logits = worker.logits(),
           .results = {coordinator.result(r)},
           .stats = worker.engine().store().stats()};
