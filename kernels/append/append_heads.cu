@@ -3,7 +3,7 @@
 // page (decode rows of one sequence). Each thread has one element of the head. It reads, stores and
 // bounds the element token by token, as the CPU does. Warps then make the codes from the cached
 // keys, one token each. The other CTAs prepare query heads, one a warp. For quantized KV a warp
-// codes a token at a time (append_heads_codes.cuh).
+// codes a key or value at a time (append_heads_codes.cuh).
 //
 // That form suits one token a tile. For prompts in bfloat16, a thread has sixteen bytes of each
 // half of a head, and the threads of a CTA work on different tokens at once. The bounds of their
@@ -95,12 +95,13 @@ __global__ void AppendHeadsKernel(const __grid_constant__ AppendHeadsLaunch p) {
   TakeQueryHead<Activation>(p, item / p.num_heads, item % p.num_heads);
 }
 
-template <int kHeadDim>
+template <int kHeadDim, bool kCoded>
 cudaError_t LaunchPrompt(const AppendHeadsLaunch& p, cudaStream_t stream) {
   constexpr int kBlockHeads = PromptShape<kHeadDim>::kWarps * PromptShape<kHeadDim>::kWarpHeads;
   const int64_t query_tiles = (p.num_tokens * p.num_heads + kBlockHeads - 1) / kBlockHeads;
   const auto blocks = static_cast<unsigned>(p.num_tiles * p.kv.layout.num_kv_heads + query_tiles);
-  return LaunchOverlapped(AppendPromptKernel<kHeadDim>, blocks, kPromptThreads, 0, stream, p);
+  return LaunchOverlapped(AppendPromptKernel<kHeadDim, kCoded>, blocks, kPromptThreads, 0, stream,
+                          p);
 }
 
 template <typename Activation, typename Kv>
@@ -119,8 +120,10 @@ cudaError_t Launch(const AppendHeadsLaunch& p, cudaStream_t stream) {
 cudaError_t LaunchAppendHeads(const AppendHeadsLaunch& p, const AppendHeadsPlan& plan,
                               cudaStream_t stream) {
   if (plan.kernel == AppendHeadsPlan::Kernel::kPrompt) {
-    return ForHeadDim(plan.shape.head_dim,
-                      [&]<int kHeadDim>() { return LaunchPrompt<kHeadDim>(p, stream); });
+    return ForHeadDim(plan.shape.head_dim, [&]<int kHeadDim>() {
+      return IsQuantized(p.kv.layout.dtype) ? LaunchPrompt<kHeadDim, true>(p, stream)
+                                            : LaunchPrompt<kHeadDim, false>(p, stream);
+    });
   }
   if (IsQuantized(p.kv.layout.dtype)) {
     return p.dtype == DType::kFloat32 ? Launch<float, Codes>(p, stream)

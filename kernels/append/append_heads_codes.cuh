@@ -1,5 +1,6 @@
 // Internal to append_heads.cu: appends to pages of quantized KV (kernels/paged/kv_codes.h). A warp
-// codes a token. Then threads extend the bounds, each for one element, in the order of tokens.
+// codes a token's key or its value: one half of a CTA's warps has keys, the other one values, and
+// each warp consecutive tokens of the tile. Bounds are merged in the order of tokens.
 #pragma once
 
 #include "kernels/append/append_heads.cuh"
@@ -11,17 +12,27 @@ namespace {
 // In the place of the dtype of cached elements.
 struct Codes {};
 
-inline constexpr int64_t kCodingThreads = 256;  // at least one for each element of a head
+inline constexpr int64_t kCodingThreads = 256;                // at least one for each element
+inline constexpr int64_t kLaneElements = 256 / kWarpThreads;  // of a head, at most
+inline constexpr int64_t kSideWarps = kCodingThreads / kWarpThreads / 2;
 
-// Codes a key or value by one warp; element i is at(i).
+// A token's elements lane + 32 j, as a warp's lanes hold them.
+using LaneElements = float[kLaneElements];
+
+// Codes a key or value by one warp; element i is at(i). Returns its scale, and leaves the codes
+// that the lane wrote.
 template <typename At>
-__device__ void CodeToken(DType dtype, int64_t d, const At& at, std::byte* codes,
-                          std::byte* scale) {
+__device__ std::byte CodeToken(DType dtype, int64_t d, const At& at, std::byte* to,
+                               std::byte (&codes)[kLaneElements]) {
   const int64_t lane = threadIdx.x % kWarpThreads;
+  LaneElements elements;
   float largest = 0;
   bool is_nan = false;
-  for (int64_t i = lane; i < d; i += kWarpThreads) {
-    const float magnitude = fabsf(at(i));
+#pragma unroll
+  for (int64_t j = 0; j < kLaneElements; ++j) {
+    const int64_t i = lane + j * kWarpThreads;
+    elements[j] = i < d ? at(i) : 0.0f;
+    const float magnitude = fabsf(elements[j]);
     largest = fmaxf(largest, magnitude);
     is_nan |= isnan(magnitude) != 0;
   }
@@ -29,72 +40,136 @@ __device__ void CodeToken(DType dtype, int64_t d, const At& at, std::byte* codes
     largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, distance));
   }
   is_nan = __any_sync(kAllLanes, is_nan) != 0;
-  const uint8_t power = is_nan ? kNanScale : ScaleOf(dtype, largest);
-  if (lane == 0) *scale = std::byte{power};
-  const float factor = power == kNanScale ? 0.0f : CodingFactor(power);
-  for (int64_t i = lane; i < d; i += kWarpThreads) {
-    const float x = at(i) * factor;
+  const uint8_t scale = is_nan ? kNanScale : ScaleOf(dtype, largest);
+  const float factor = scale == kNanScale ? 0.0f : CodingFactor(scale);
+#pragma unroll
+  for (int64_t j = 0; j < kLaneElements; ++j) {
+    const int64_t i = lane + j * kWarpThreads;
+    const float x = elements[j] * factor;
     const uint8_t code = dtype == DType::kInt8 ? EncodeInt8(x) : EncodeFloat8(x);
-    codes[i] = std::byte{power == kNanScale ? uint8_t{0} : code};
+    codes[j] = std::byte{scale == kNanScale ? uint8_t{0} : code};
+    if (i < d) to[i] = codes[j];
   }
+  return std::byte{scale};
 }
 
-// Extends the page's bounds by the keys of the tokens [begin, end).
-__device__ inline void ExtendBounds(const CodedKeys& keys, int64_t d, int64_t begin, int64_t end,
-                                    BFloat16* bounds) {
-  const int64_t i = threadIdx.x;
-  if (i >= d) return;
-  BFloat16 min = begin == 0 ? BFloat16(INFINITY) : bounds[i];
-  BFloat16 max = begin == 0 ? BFloat16(-INFINITY) : bounds[d + i];
-  for (int64_t token = begin; token < end; ++token) {
-    const BFloat16 key = keys.At(token, i);
-    // Comparisons with NaN are false: a NaN key changes nothing.
-    min = static_cast<float>(key) < static_cast<float>(min) ? key : min;
-    max = static_cast<float>(key) > static_cast<float>(max) ? key : max;
+// Least and greatest of keys, of each element. Among equal ones (0 and -0) the first is kept.
+struct CodedBounds {
+  LaneElements least, greatest;
+
+  __device__ CodedBounds() {
+#pragma unroll
+    for (int64_t j = 0; j < kLaneElements; ++j) {
+      least[j] = INFINITY;
+      greatest[j] = -INFINITY;
+    }
   }
-  bounds[i] = min;
-  bounds[d + i] = max;
+  // NaN changes nothing: comparisons with it are false.
+  __device__ void Add(DType dtype, const std::byte (&codes)[kLaneElements], std::byte scale) {
+#pragma unroll
+    for (int64_t j = 0; j < kLaneElements; ++j) {
+      const auto key = static_cast<float>(DecodedElement(dtype, codes[j], scale));
+      least[j] = key < least[j] ? key : least[j];
+      greatest[j] = key > greatest[j] ? key : greatest[j];
+    }
+  }
+};
+
+// What the warps of a CTA tell each other.
+struct CodingMemory {
+  float norm_scales[kPageTokens];
+  BFloat16 least[kSideWarps][kLaneElements * kWarpThreads];  // of each warp's keys
+  BFloat16 greatest[kSideWarps][kLaneElements * kWarpThreads];
+
+  __device__ void Keep(const CodedBounds& bounds, int64_t d) {
+    const int64_t warp = threadIdx.x / kWarpThreads;
+#pragma unroll
+    for (int64_t j = 0; j < kLaneElements; ++j) {
+      const int64_t i = threadIdx.x % kWarpThreads + j * kWarpThreads;
+      if (i >= d) continue;
+      least[warp][i] = BFloat16(bounds.least[j]);
+      greatest[warp][i] = BFloat16(bounds.greatest[j]);
+    }
+  }
+  // Extends the page's bounds, an element a thread.
+  __device__ void Extend(BFloat16* bounds, int64_t d, bool opens_page) const {
+    const int64_t i = threadIdx.x;
+    if (i >= d) return;
+    BFloat16 low = opens_page ? BFloat16(INFINITY) : bounds[i];
+    BFloat16 high = opens_page ? BFloat16(-INFINITY) : bounds[d + i];
+    for (int64_t warp = 0; warp < kSideWarps; ++warp) {
+      const BFloat16 own_low = least[warp][i], own_high = greatest[warp][i];
+      low = static_cast<float>(own_low) < static_cast<float>(low) ? own_low : low;
+      high = static_cast<float>(own_high) > static_cast<float>(high) ? own_high : high;
+    }
+    bounds[i] = low;
+    bounds[d + i] = high;
+  }
+};
+
+// Codes the warp's share of the tile: keys, or values.
+template <typename Activation>
+__device__ void CodeSide(const AppendHeadsLaunch& p, const QueryTile& tile, int64_t head,
+                         std::byte* page, CodingMemory& memory) {
+  const KvLayout& layout = p.kv.layout;
+  const int64_t d = layout.head_dim;
+  const int64_t warp = threadIdx.x / kWarpThreads % kSideWarps;
+  const bool is_value = threadIdx.x / kWarpThreads >= kSideWarps;
+  const int64_t share = (tile.num_rows + kSideWarps - 1) / kSideWarps;
+  const int64_t end = min((warp + 1) * share, tile.num_rows);
+  CodedBounds bounds;
+  for (int64_t r = warp * share; r < end; ++r) {
+    const int64_t place = tile.first_position % kPageTokens + r;
+    const int64_t token = tile.first_row + r;
+    std::byte* const scales = page + layout.scales_offset() + (is_value ? kPageTokens : 0);
+    std::byte codes[kLaneElements];
+    std::byte scale;
+    if (is_value) {
+      const auto* const v = HeadOf<Activation>(p, token, p.num_heads + layout.num_kv_heads + head);
+      scale = CodeToken(
+          layout.dtype, d, [&](int64_t i) { return static_cast<float>(v[i]); },
+          page + layout.v_offset() + place * d, codes);
+    } else {
+      const Head<Activation> key =
+          MakeHead(p, token, HeadOf<Activation>(p, token, p.num_heads + head), p.k_norm,
+                   p.k_norm == nullptr ? 1.0f : memory.norm_scales[r]);
+      scale = CodeToken(
+          layout.dtype, d, [&](int64_t i) { return static_cast<float>(key.At(i)); },
+          page + place * d, codes);
+      bounds.Add(layout.dtype, codes, scale);
+    }
+    if (threadIdx.x % kWarpThreads == 0) scales[place] = scale;
+  }
+  if (!is_value) memory.Keep(bounds, d);
 }
 
 // Appends one tile, by all threads of the CTA. REQUIRES: the page is in the device tier.
 template <typename Activation>
 __device__ void AppendCodes(const AppendHeadsLaunch& p, const QueryTile& tile, int64_t head) {
   const KvLayout& layout = p.kv.layout;
-  const int64_t d = layout.head_dim;
   const int64_t block = tile.first_position / kPageTokens;
   const int64_t begin = tile.first_position % kPageTokens;
-  const int64_t end = begin + tile.num_rows;
   std::byte* const page = p.kv.Peek(tile.slot, block, p.layer, head).page();
-  __shared__ float norm_scales[kPageTokens];
-  FindScales<Activation>(p, tile, head, norm_scales);
-  const int64_t warp = threadIdx.x / kWarpThreads;
-  const int64_t warps = blockDim.x / kWarpThreads;
-  for (int64_t place = begin + warp; place < end; place += warps) {
-    const int64_t r = place - begin;
-    const auto* k = HeadOf<Activation>(p, tile.first_row + r, p.num_heads + head);
-    const auto* v = k + layout.num_kv_heads * d;
-    const Head<Activation> key =
-        MakeHead(p, tile.first_row + r, k, p.k_norm, p.k_norm == nullptr ? 1.0f : norm_scales[r]);
-    std::byte* const scale = page + layout.scales_offset() + place;
-    CodeToken(
-        layout.dtype, d, [&](int64_t i) { return static_cast<float>(key.At(i)); }, page + place * d,
-        scale);
-    CodeToken(
-        layout.dtype, d, [&](int64_t i) { return static_cast<float>(v[i]); },
-        page + layout.v_offset() + place * d, scale + kPageTokens);
-  }
-  __syncthreads();  // digests read keys that all warps have written
-  const CodedKeys keys(layout, page);
+  __shared__ alignas(alignof(CodingMemory)) std::byte shared[sizeof(CodingMemory)];
+  auto& memory = *reinterpret_cast<CodingMemory*>(shared);
+  FindScales<Activation>(p, tile, head, memory.norm_scales);
+  CodeSide<Activation>(p, tile, head, page, memory);
+  __syncthreads();  // digests are made of what all warps have written
   if (p.kv.bounds != nullptr) {
-    ExtendBounds(keys, d, begin, end,
-                 reinterpret_cast<BFloat16*>(p.kv.Bounds(tile.slot, block, p.layer, head)));
+    memory.Extend(reinterpret_cast<BFloat16*>(p.kv.Bounds(tile.slot, block, p.layer, head)),
+                  layout.head_dim, begin == 0);
   }
-  if (p.kv.key_codes == nullptr) return;
-  const std::byte* codes = p.kv.KeyCodes(tile.slot, block, p.layer, head);
-  for (int64_t place = begin + warp; place < end; place += warps) {
-    EncodeKey(
-        layout, [&](int64_t i) { return keys.At(place, i); }, TokenCodes(layout, codes, place));
+  if (p.kv.key_codes != nullptr) {
+    const CodedKeys keys(layout, page);
+    const std::byte* codes = p.kv.KeyCodes(tile.slot, block, p.layer, head);
+    for (int64_t r = threadIdx.x / kWarpThreads; r < tile.num_rows;
+         r += kCodingThreads / kWarpThreads) {
+      EncodeKey(
+          layout, [&](int64_t i) { return keys.At(begin + r, i); },
+          TokenCodes(layout, codes, begin + r));
+    }
   }
+  __syncthreads();  // before shared memory is written again
 }
 
 }  // namespace

@@ -27,7 +27,8 @@ struct AppendHeadsPlan {
 };
 
 inline AppendHeadsPlan PlanAppendHeads(const AppendHeadsShape& shape) {
-  const bool is_bf16 = shape.dtype == DType::kBFloat16 && shape.kv == DType::kBFloat16;
+  const bool is_bf16 =
+      shape.dtype == DType::kBFloat16 && (shape.kv == DType::kBFloat16 || IsQuantized(shape.kv));
   const bool is_prompt = shape.num_tokens > shape.num_tiles && is_bf16 &&
                          (shape.head_dim == 64 || shape.head_dim == 128);
   return {

@@ -1,8 +1,10 @@
 // Internal to append_heads.cu: the kernel for prompts in bfloat16. A thread has sixteen bytes of
-// each half of a head, and the threads of a CTA work on different tokens at once.
+// each half of a head, and the threads of a CTA work on different tokens at once. Quantized KV is
+// written like that of single tokens (append_heads_codes.cuh).
 #pragma once
 
 #include "kernels/append/append_heads.cuh"
+#include "kernels/append/append_heads_codes.cuh"
 #include "kernels/append/append_heads_launch.h"
 #include "kernels/base/warp.cuh"
 
@@ -207,12 +209,24 @@ __device__ void TakeQueryHeads(const AppendHeadsLaunch& p, uint32_t first) {
   StoreParts(parts, to, to + kHeadDim / 2);
 }
 
+// Appends one tile, by all threads of the CTA. REQUIRES: the page is in the device tier.
 template <int kHeadDim>
+__device__ void AppendPromptTile(const AppendHeadsLaunch& p, const QueryTile& tile, int64_t head) {
+  using Shared = typename PromptShape<kHeadDim>::Shared;
+  __shared__ alignas(16) std::byte memory[sizeof(Shared)];
+  auto& shared = *reinterpret_cast<Shared*>(memory);
+  const Target<BFloat16> to = TargetOf<BFloat16>(p, tile, head);
+  FindScales<BFloat16>(p, tile, head, shared.scales);
+  StoreKeys<kHeadDim>(p, tile, head, to, shared);
+  StoreValues<kHeadDim>(p, tile, head, to);
+  ExtendBounds<kHeadDim>(to, shared);
+  EncodeKeys(p, tile, head, to);
+}
+
+template <int kHeadDim, bool kCoded>
 __global__ void __launch_bounds__(kPromptThreads, kPromptBlocks)
     AppendPromptKernel(const __grid_constant__ AppendHeadsLaunch p) {
   using Shape = PromptShape<kHeadDim>;
-  __shared__ alignas(16) std::byte memory[sizeof(typename Shape::Shared)];
-  auto& shared = *reinterpret_cast<typename Shape::Shared*>(memory);
   cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();
   const int64_t kv_heads = p.kv.layout.num_kv_heads;
@@ -225,12 +239,12 @@ __global__ void __launch_bounds__(kPromptThreads, kPromptBlocks)
   }
   const int64_t head = blockIdx.x % kv_heads;
   ForTilesOfPage(p, blockIdx.x / kv_heads, head, [&](const QueryTile& tile) {
-    const Target<BFloat16> to = TargetOf<BFloat16>(p, tile, head);
-    FindScales<BFloat16>(p, tile, head, shared.scales);
-    StoreKeys<kHeadDim>(p, tile, head, to, shared);
-    StoreValues<kHeadDim>(p, tile, head, to);
-    ExtendBounds<kHeadDim>(to, shared);
-    EncodeKeys(p, tile, head, to);
+    if constexpr (kCoded) {
+      static_assert(kPromptThreads == kCodingThreads);
+      AppendCodes<BFloat16>(p, tile, head);
+    } else {
+      AppendPromptTile<kHeadDim>(p, tile, head);
+    }
   });
 }
 

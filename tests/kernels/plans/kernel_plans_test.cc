@@ -121,6 +121,9 @@ TEST(KernelPlans, PromptsOfBFloat16AreAppendedManyTokensAtOnce) {
   EXPECT_EQ(TextOf(PlanAppendHeads(shape)),
             "9 tokens in 8 tiles, head_dim 128, bfloat16, KV bfloat16: kernel of prompts");
   AppendHeadsShape other = shape;
+  other.kv = DType::kInt8;
+  EXPECT_EQ(PlanAppendHeads(other).kernel, Kernel::kPrompt);
+  other = shape;
   other.num_tokens = 8;  // one token a tile
   EXPECT_EQ(PlanAppendHeads(other).kernel, Kernel::kElements);
   other = shape;
