@@ -75,7 +75,7 @@ struct CodedBounds {
   }
 };
 
-// What the warps of a CTA tell each other.
+// Memory in which the warps of a CTA exchange scales and bounds.
 struct CodingMemory {
   float norm_scales[kPageTokens];
   BFloat16 least[kSideWarps][kLaneElements * kWarpThreads];  // of each warp's keys
