@@ -82,7 +82,7 @@ __global__ void AppendHeadsKernel(const __grid_constant__ AppendHeadsLaunch p) {
     const int64_t head = blockIdx.x % kv_heads;
     ForTilesOfPage(p, blockIdx.x / kv_heads, head, [&](const QueryTile& tile) {
       if constexpr (std::is_same_v<Kv, Codes>) {
-        AppendCodes<Activation>(p, tile, head);
+        AppendCodes<Activation, kMostLaneElements>(p, tile, head);
       } else {
         AppendTile<Activation, Kv>(p, tile, head);
       }

@@ -12,26 +12,33 @@ namespace {
 // In the place of the dtype of cached elements.
 struct Codes {};
 
-inline constexpr int64_t kCodingThreads = 256;                // at least one for each element
-inline constexpr int64_t kLaneElements = 256 / kWarpThreads;  // of a head, at most
+inline constexpr int64_t kCodingThreads = 256;  // at least one for each element
 inline constexpr int64_t kSideWarps = kCodingThreads / kWarpThreads / 2;
 
-// A token's elements lane + 32 j, as a warp's lanes hold them.
-using LaneElements = float[kLaneElements];
+// A token's elements lane + 32 j, as a warp's lanes hold them. `kCount` is enough for a head.
+template <int kCount>
+using LaneElements = float[kCount];
+inline constexpr int kMostLaneElements = kCodingThreads / kWarpThreads;
 
-// Codes a key or value by one warp; element i is at(i). Returns its scale, and leaves the codes
-// that the lane wrote.
-template <typename At>
-__device__ std::byte CodeToken(DType dtype, int64_t d, const At& at, std::byte* to,
-                               std::byte (&codes)[kLaneElements]) {
+// Takes a key or value by one warp; element i is at(i).
+template <int kCount, typename At>
+__device__ void TakeToken(int64_t d, const At& at, LaneElements<kCount>& elements) {
   const int64_t lane = threadIdx.x % kWarpThreads;
-  LaneElements elements;
+#pragma unroll
+  for (int64_t j = 0; j < kCount; ++j) {
+    const int64_t i = lane + j * kWarpThreads;
+    elements[j] = i < d ? at(i) : 0.0f;
+  }
+}
+
+// Codes a key or value by one warp. Returns its scale, and leaves the codes that the lane wrote.
+template <int kCount>
+__device__ std::byte CodeToken(DType dtype, int64_t d, const LaneElements<kCount>& elements,
+                               std::byte* to, std::byte (&codes)[kCount]) {
   float largest = 0;
   bool is_nan = false;
 #pragma unroll
-  for (int64_t j = 0; j < kLaneElements; ++j) {
-    const int64_t i = lane + j * kWarpThreads;
-    elements[j] = i < d ? at(i) : 0.0f;
+  for (int64_t j = 0; j < kCount; ++j) {
     const float magnitude = fabsf(elements[j]);
     largest = fmaxf(largest, magnitude);
     is_nan |= isnan(magnitude) != 0;
@@ -43,8 +50,8 @@ __device__ std::byte CodeToken(DType dtype, int64_t d, const At& at, std::byte* 
   const uint8_t scale = is_nan ? kNanScale : ScaleOf(dtype, largest);
   const float factor = scale == kNanScale ? 0.0f : CodingFactor(scale);
 #pragma unroll
-  for (int64_t j = 0; j < kLaneElements; ++j) {
-    const int64_t i = lane + j * kWarpThreads;
+  for (int64_t j = 0; j < kCount; ++j) {
+    const int64_t i = threadIdx.x % kWarpThreads + j * kWarpThreads;
     const float x = elements[j] * factor;
     const uint8_t code = dtype == DType::kInt8 ? EncodeInt8(x) : EncodeFloat8(x);
     codes[j] = std::byte{scale == kNanScale ? uint8_t{0} : code};
@@ -54,20 +61,21 @@ __device__ std::byte CodeToken(DType dtype, int64_t d, const At& at, std::byte* 
 }
 
 // Least and greatest of keys, of each element. Among equal ones (0 and -0) the first is kept.
+template <int kCount>
 struct CodedBounds {
-  LaneElements least, greatest;
+  LaneElements<kCount> least, greatest;
 
   __device__ CodedBounds() {
 #pragma unroll
-    for (int64_t j = 0; j < kLaneElements; ++j) {
+    for (int64_t j = 0; j < kCount; ++j) {
       least[j] = INFINITY;
       greatest[j] = -INFINITY;
     }
   }
   // NaN changes nothing: comparisons with it are false.
-  __device__ void Add(DType dtype, const std::byte (&codes)[kLaneElements], std::byte scale) {
+  __device__ void Add(DType dtype, const std::byte (&codes)[kCount], std::byte scale) {
 #pragma unroll
-    for (int64_t j = 0; j < kLaneElements; ++j) {
+    for (int64_t j = 0; j < kCount; ++j) {
       const auto key = static_cast<float>(DecodedElement(dtype, codes[j], scale));
       least[j] = key < least[j] ? key : least[j];
       greatest[j] = key > greatest[j] ? key : greatest[j];
@@ -76,15 +84,16 @@ struct CodedBounds {
 };
 
 // Memory in which the warps of a CTA exchange scales and bounds.
+template <int kCount>
 struct CodingMemory {
   float norm_scales[kPageTokens];
-  BFloat16 least[kSideWarps][kLaneElements * kWarpThreads];  // of each warp's keys
-  BFloat16 greatest[kSideWarps][kLaneElements * kWarpThreads];
+  BFloat16 least[kSideWarps][kCount * kWarpThreads];  // of each warp's keys
+  BFloat16 greatest[kSideWarps][kCount * kWarpThreads];
 
-  __device__ void Keep(const CodedBounds& bounds, int64_t d) {
+  __device__ void Keep(const CodedBounds<kCount>& bounds, int64_t d) {
     const int64_t warp = threadIdx.x / kWarpThreads;
 #pragma unroll
-    for (int64_t j = 0; j < kLaneElements; ++j) {
+    for (int64_t j = 0; j < kCount; ++j) {
       const int64_t i = threadIdx.x % kWarpThreads + j * kWarpThreads;
       if (i >= d) continue;
       least[warp][i] = BFloat16(bounds.least[j]);
@@ -107,53 +116,61 @@ struct CodingMemory {
   }
 };
 
-// Codes the warp's share of the tile: keys, or values.
-template <typename Activation>
+// Codes the warp's share of the tile: keys, or values. The next token is read while one is coded.
+template <typename Activation, int kCount>
 __device__ void CodeSide(const AppendHeadsLaunch& p, const QueryTile& tile, int64_t head,
-                         std::byte* page, CodingMemory& memory) {
+                         std::byte* page, CodingMemory<kCount>& memory) {
   const KvLayout& layout = p.kv.layout;
   const int64_t d = layout.head_dim;
   const int64_t warp = threadIdx.x / kWarpThreads % kSideWarps;
   const bool is_value = threadIdx.x / kWarpThreads >= kSideWarps;
   const int64_t share = (tile.num_rows + kSideWarps - 1) / kSideWarps;
   const int64_t end = min((warp + 1) * share, tile.num_rows);
-  CodedBounds bounds;
-  for (int64_t r = warp * share; r < end; ++r) {
-    const int64_t place = tile.first_position % kPageTokens + r;
+  std::byte* const rows = page + (is_value ? layout.v_offset() : 0);
+  std::byte* const scales = page + layout.scales_offset() + (is_value ? kPageTokens : 0);
+  LaneElements<kCount> next;
+  const auto take = [&](int64_t r) {
     const int64_t token = tile.first_row + r;
-    std::byte* const scales = page + layout.scales_offset() + (is_value ? kPageTokens : 0);
-    std::byte codes[kLaneElements];
-    std::byte scale;
     if (is_value) {
       const auto* const v = HeadOf<Activation>(p, token, p.num_heads + layout.num_kv_heads + head);
-      scale = CodeToken(
-          layout.dtype, d, [&](int64_t i) { return static_cast<float>(v[i]); },
-          page + layout.v_offset() + place * d, codes);
+      TakeToken(
+          d, [&](int64_t i) { return static_cast<float>(v[i]); }, next);
     } else {
       const Head<Activation> key =
           MakeHead(p, token, HeadOf<Activation>(p, token, p.num_heads + head), p.k_norm,
                    p.k_norm == nullptr ? 1.0f : memory.norm_scales[r]);
-      scale = CodeToken(
-          layout.dtype, d, [&](int64_t i) { return static_cast<float>(key.At(i)); },
-          page + place * d, codes);
-      bounds.Add(layout.dtype, codes, scale);
+      TakeToken(
+          d, [&](int64_t i) { return static_cast<float>(key.At(i)); }, next);
     }
+  };
+  CodedBounds<kCount> bounds;
+  if (warp * share < end) take(warp * share);
+  for (int64_t r = warp * share; r < end; ++r) {
+    LaneElements<kCount> elements;
+#pragma unroll
+    for (int64_t j = 0; j < kCount; ++j) elements[j] = next[j];
+    if (r + 1 < end) take(r + 1);
+    const int64_t place = tile.first_position % kPageTokens + r;
+    std::byte codes[kCount];
+    const std::byte scale = CodeToken(layout.dtype, d, elements, rows + place * d, codes);
+    if (!is_value) bounds.Add(layout.dtype, codes, scale);
     if (threadIdx.x % kWarpThreads == 0) scales[place] = scale;
   }
   if (!is_value) memory.Keep(bounds, d);
 }
 
 // Appends one tile, by all threads of the CTA. REQUIRES: the page is in the device tier.
-template <typename Activation>
+template <typename Activation, int kCount>
 __device__ void AppendCodes(const AppendHeadsLaunch& p, const QueryTile& tile, int64_t head) {
   const KvLayout& layout = p.kv.layout;
   const int64_t block = tile.first_position / kPageTokens;
   const int64_t begin = tile.first_position % kPageTokens;
   std::byte* const page = p.kv.Peek(tile.slot, block, p.layer, head).page();
-  __shared__ alignas(alignof(CodingMemory)) std::byte shared[sizeof(CodingMemory)];
-  auto& memory = *reinterpret_cast<CodingMemory*>(shared);
+  using Memory = CodingMemory<kCount>;
+  __shared__ alignas(alignof(Memory)) std::byte shared[sizeof(Memory)];
+  auto& memory = *reinterpret_cast<Memory*>(shared);
   FindScales<Activation>(p, tile, head, memory.norm_scales);
-  CodeSide<Activation>(p, tile, head, page, memory);
+  CodeSide<Activation, kCount>(p, tile, head, page, memory);
   __syncthreads();  // digests are made of what all warps have written
   if (p.kv.bounds != nullptr) {
     memory.Extend(reinterpret_cast<BFloat16*>(p.kv.Bounds(tile.slot, block, p.layer, head)),

@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kPromptThreads, kPromptBlocks)
   ForTilesOfPage(p, blockIdx.x / kv_heads, head, [&](const QueryTile& tile) {
     if constexpr (kCoded) {
       static_assert(kPromptThreads == kCodingThreads);
-      AppendCodes<BFloat16>(p, tile, head);
+      AppendCodes<BFloat16, kHeadDim / kWarpThreads>(p, tile, head);
     } else {
       AppendPromptTile<kHeadDim>(p, tile, head);
     }
