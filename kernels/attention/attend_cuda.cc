@@ -1,5 +1,7 @@
 #include "kernels/attention/attend_cuda.h"
 
+#include <algorithm>
+
 #include "kernels/attention/attend_launch.h"
 #include "kernels/base/cuda_status.h"
 #include "kernels/base/multiprocessors.h"
@@ -103,6 +105,39 @@ absl::Status AttendPrefill(const CudaAttendParams& params, const KvTensorMaps& m
   const AttendKernelPlan plan = PlanAttendPrefill(ShapeOf(launch));
   TellPlan("attention", plan);
   return CudaStatus(LaunchAttendPrefill(launch, plan, maps, stream), "launching prefill attention");
+}
+
+absl::StatusOr<PreparedMemory> PreparedMemory::Create(const KvLayout& layout, int64_t max_tokens) {
+  PreparedMemory memory;
+  memory.bytes = PreparedBytes(layout, max_tokens);
+  KVASIR_ASSIGN_OR_RETURN(memory.buffer, DeviceBuffer::Allocate(memory.bytes + kArenaAlignment));
+  const auto begin = reinterpret_cast<uintptr_t>(memory.buffer.data());
+  memory.pages = memory.buffer.data() + (0 - begin) % kArenaAlignment;
+  KVASIR_ASSIGN_OR_RETURN(
+      memory.maps,
+      MakeKvTensorMaps(PreparedLayout(layout), {.base = memory.pages, .bytes = memory.bytes}, {}));
+  return memory;
+}
+
+absl::Status AttendPrepared(const CudaAttendParams& params, PreparedPages pages,
+                            const PreparedMemory& memory, cudaStream_t stream) {
+  KVASIR_ASSIGN_OR_RETURN(const AttendLaunch launch, MakeAttendLaunch(params));
+  if (launch.grouped.on()) {
+    return absl::InvalidArgumentError("attend on the GPU: prepared pages have one position a key");
+  }
+  const auto heads = static_cast<int32_t>(params.kv.layout.num_kv_heads);
+  const int32_t heads_of_pass = pages.num_heads;
+  for (; pages.first_head < heads; pages.first_head += heads_of_pass) {
+    pages.num_heads = std::min(heads_of_pass, heads - pages.first_head);
+    const AttendKernelPlan plan = PlanAttendPrepared(ShapeOf(launch), heads, pages.num_heads);
+    TellPlan("attention", plan);
+    KVASIR_RETURN_IF_ERROR(CudaStatus(LaunchPreparePages(launch, pages, memory.pages, stream),
+                                      "launching the preparation of pages"));
+    KVASIR_RETURN_IF_ERROR(
+        CudaStatus(LaunchAttendPrepared(launch, plan, pages, memory.maps, stream),
+                   "launching attention over prepared pages"));
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace kvasir::kernels

@@ -12,6 +12,8 @@
 #include "absl/status/status.h"
 
 #include "kernels/attention/attend.h"
+#include "kernels/attention/prepared_pages.h"
+#include "kernels/base/device_buffer.h"
 #include "kernels/paged/kv_tensor_maps.h"
 
 namespace kvasir::kernels {
@@ -51,5 +53,25 @@ absl::Status AttendDecode(const CudaAttendParams& params, const KvTensorMaps& ma
 // others.
 absl::Status AttendPrefill(const CudaAttendParams& params, const KvTensorMaps& maps,
                            cudaStream_t stream);
+
+// Memory for prepared pages.
+struct PreparedMemory {
+  DeviceBuffer buffer;
+  std::byte* pages = nullptr;  // in the buffer, aligned as tensor maps want it
+  int64_t bytes = 0;
+  KvTensorMaps maps;
+
+  // Of PreparedBytes. RESOURCE_EXHAUSTED when there is no room.
+  static absl::StatusOr<PreparedMemory> Create(const KvLayout& layout, int64_t max_tokens);
+};
+
+// AttendPrefill over prepared pages: the same bits. `pages` is PlanPreparedPages' for the call's
+// tiles and the memory, whose earlier contents are overwritten. INVALID_ARGUMENT also for grouped
+// positions. REQUIRES: all rows are of kind all.
+// Cost: reads every token of the sequences once, from its tier, and writes it; then reads the copy
+// as AttendPrefill reads KV of bfloat16 with rotated keys. One pair of launches for each pass of
+// heads.
+absl::Status AttendPrepared(const CudaAttendParams& params, PreparedPages pages,
+                            const PreparedMemory& memory, cudaStream_t stream);
 
 }  // namespace kvasir::kernels

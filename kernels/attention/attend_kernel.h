@@ -30,11 +30,11 @@ inline constexpr int kPrefillConsumers = 2;
 inline constexpr int64_t kMaxDecodeHeads = 8;
 
 struct AttendKernelPlan {
-  enum class Kernel { kDecode, kPrefill };
+  enum class Kernel { kDecode, kPrefill, kPrepared };
 
   Kernel kernel = Kernel::kDecode;
   AttendShape shape;
-  unsigned ctas = 0;         // of decode: each takes pieces of any rows; of prefill: one per row,
+  unsigned ctas = 0;         // of decode: each takes pieces of any rows; else: one per row,
   unsigned ctas_of_row = 1;  // times so many
   unsigned parts = 1;        // of decode: parts of a group, each of which has so many CTAs
 };
@@ -57,6 +57,15 @@ inline AttendKernelPlan PlanAttendPrefill(const AttendShape& shape) {
               static_cast<unsigned>((shape.group + kPrefillConsumers - 1) / kPrefillConsumers)};
 }
 
+// The same over prepared pages (prepared_pages.h) of `num_heads` KV heads.
+inline AttendKernelPlan PlanAttendPrepared(const AttendShape& shape, int64_t num_kv_heads,
+                                           int64_t num_heads) {
+  AttendKernelPlan plan = PlanAttendPrefill(shape);
+  plan.kernel = AttendKernelPlan::Kernel::kPrepared;
+  plan.ctas = static_cast<unsigned>(shape.rows / num_kv_heads * num_heads);
+  return plan;
+}
+
 inline std::ostream& operator<<(std::ostream& out, Placement placement) {
   switch (placement) {
     case Placement::kCached:
@@ -71,9 +80,10 @@ inline std::ostream& operator<<(std::ostream& out, Placement placement) {
 
 inline std::ostream& operator<<(std::ostream& out, const AttendKernelPlan& plan) {
   const AttendShape& shape = plan.shape;
-  out << (plan.kernel == AttendKernelPlan::Kernel::kDecode ? "decode" : "prefill")
-      << " kernel, head_dim " << shape.head_dim << ", group " << shape.group << ", "
-      << shape.placement << (shape.has_codes ? " positions, quantized KV, " : " positions, ");
+  out << (plan.kernel == AttendKernelPlan::Kernel::kDecode ? "decode kernel" : "prefill kernel")
+      << (plan.kernel == AttendKernelPlan::Kernel::kPrepared ? " over prepared pages" : "")
+      << ", head_dim " << shape.head_dim << ", group " << shape.group << ", " << shape.placement
+      << (shape.has_codes ? " positions, quantized KV, " : " positions, ");
   if (plan.kernel == AttendKernelPlan::Kernel::kDecode) {
     if (plan.parts > 1) out << plan.parts << " x ";
     return out << plan.ctas << " CTAs";

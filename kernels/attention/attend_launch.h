@@ -10,6 +10,7 @@
 
 #include "kernels/attention/attend_cuda.h"
 #include "kernels/attention/attend_kernel.h"
+#include "kernels/attention/prepared_pages.h"
 #include "kernels/paged/kv_tensor_maps.h"
 #include "kernels/paged/page_selection.h"
 
@@ -57,5 +58,13 @@ cudaError_t LaunchAttendDecode(const AttendLaunch& params, const AttendKernelPla
 // For tiles of up to 64 queries. `plan` is PlanAttendPrefill's.
 cudaError_t LaunchAttendPrefill(const AttendLaunch& params, const AttendKernelPlan& plan,
                                 const KvTensorMaps& maps, cudaStream_t stream);
+
+// Writes prepared pages to `memory`. Records reads and faults.
+cudaError_t LaunchPreparePages(const AttendLaunch& params, const PreparedPages& pages,
+                               std::byte* memory, cudaStream_t stream);
+// Attends for the heads of `pages`. `plan` is PlanAttendPrepared's, `maps` are those of the memory.
+cudaError_t LaunchAttendPrepared(const AttendLaunch& params, const AttendKernelPlan& plan,
+                                 const PreparedPages& pages, const KvTensorMaps& maps,
+                                 cudaStream_t stream);
 
 }  // namespace kvasir::kernels

@@ -21,6 +21,9 @@
 // more decode and rotate them, a page or more ahead of the products. These warpgroups give
 // registers to the first two.
 //
+// The kernel over prepared pages (prepared_pages.h) is that of rotated keys and KV of bfloat16. Its
+// queries may still have to be rotated.
+//
 // With grouped positions shared memory holds the queries twice: as far keys and as near keys see
 // them. A page where neighbourhoods begin takes two stages, and in each of them every query masks
 // the keys of its other side.
@@ -37,7 +40,7 @@ constexpr int kConsumers = kPrefillConsumers;
 
 // Loads the queries of one head. Row r is rotated to position_of(r), unless keys are cached
 // rotated. Rows of absent queries and heads are zero.
-template <int kHeadDim, Placement kPlacement, typename PositionOf>
+template <int kHeadDim, bool kMayRotate, typename PositionOf>
 __device__ void LoadQueries(const AttendLaunch& p, const PageRun& run, int64_t head, bool exists,
                             const ThreadPlace& me, const PositionOf& position_of, std::byte* to) {
   const QueryTile& tile = run.tile;
@@ -47,18 +50,19 @@ __device__ void LoadQueries(const AttendLaunch& p, const PageRun& run, int64_t h
                                          : nullptr;
   };
   LoadQueryTile<kHeadDim, kQueries>(me, query_of, to);
-  if constexpr (kPlacement != Placement::kCached) {
+  if constexpr (kMayRotate) {
+    if (!p.rope.on()) return;
     const auto position = [&](int row) { return row < tile.num_rows ? position_of(row) : -1; };
     RotateTile<kHeadDim, kQueries>(p.rope, me.thread, kGroupThreads, position, to);
     Synchronize(me);
   }
 }
-template <int kHeadDim, Placement kPlacement, bool kCoded>
+template <bool kMayRotate, int kHeadDim, Placement kPlacement, bool kCoded>
 __device__ void LoadQueries(const AttendLaunch& p, const PageRun& run, int64_t head, bool exists,
                             const ThreadPlace& me,
                             PrefillMemory<kHeadDim, kPlacement, kCoded>& shared) {
   const auto load = [&](const auto& position_of, int place) {
-    LoadQueries<kHeadDim, kPlacement>(p, run, head, exists, me, position_of,
+    LoadQueries<kHeadDim, kMayRotate>(p, run, head, exists, me, position_of,
                                       shared.queries[me.consumer][place]);
   };
   int64_t first = run.tile.first_position;
@@ -279,7 +283,7 @@ __device__ void Store(const AttendLaunch& p, const QueryTile& tile, int64_t head
     }
   }
 }
-template <int kHeadDim, Placement kPlacement, bool kCoded>
+template <bool kMayRotate, int kHeadDim, Placement kPlacement, bool kCoded>
 __device__ void ComputeRow(const AttendLaunch& p,
                            PrefillMemory<kHeadDim, kPlacement, kCoded>& shared, const PageRun& run,
                            int64_t part) {
@@ -287,7 +291,7 @@ __device__ void ComputeRow(const AttendLaunch& p,
   const int64_t head_in_group = part * kConsumers + me.consumer;
   const bool exists = head_in_group < p.group;
   const int64_t head = run.row % p.kv.layout.num_kv_heads * p.group + head_in_group;
-  LoadQueries<kHeadDim, kPlacement>(p, run, head, exists, me, shared);
+  LoadQueries<kMayRotate>(p, run, head, exists, me, shared);
   ThreadState<kHeadDim> state;
   Consumer<kHeadDim, kPlacement, kCoded>(p, shared, run, me).Run(state);
   if (exists) Store<kHeadDim>(p, run.tile, head, me, state);
@@ -299,14 +303,26 @@ struct RowPart {
 };
 
 // All CTAs of a KV head start one after another, so that the L2 cache holds its pages for all of
-// them. The longest rows of a head, those of the last queries, start first.
-__device__ RowPart MyRow(const AttendLaunch& p) {
+// them. The longest rows of a head, those of the last queries, start first. The launch is for
+// `num_heads` KV heads from `first_head` on.
+__device__ RowPart MyRow(const AttendLaunch& p, unsigned first_head, unsigned num_heads) {
   const unsigned kv_heads = static_cast<unsigned>(p.kv.layout.num_kv_heads);
   const unsigned tiles = static_cast<unsigned>(p.num_rows) / kv_heads;
-  const unsigned parts = gridDim.x / static_cast<unsigned>(p.num_rows);
+  const unsigned parts = gridDim.x / (tiles * num_heads);
   const unsigned index = blockIdx.x / parts;
-  return {.row = int64_t{tiles - 1 - index % tiles} * kv_heads + index / tiles,
+  return {.row = int64_t{tiles - 1 - index % tiles} * kv_heads + first_head + index / tiles,
           .part = blockIdx.x % parts};
+}
+
+// The shared memory of a kernel, whose barriers are ready.
+template <int kHeadDim, Placement kPlacement, bool kCoded>
+__device__ PrefillMemory<kHeadDim, kPlacement, kCoded>& InitMemory(std::byte* raw) {
+  using Shared = PrefillMemory<kHeadDim, kPlacement, kCoded>;
+  // An offset from `raw`, so that the compiler knows that all accesses are to shared memory.
+  auto& shared = *reinterpret_cast<Shared*>(raw + (0u - hopper::SharedAddress(raw)) % 1024);
+  if (threadIdx.x == 0) shared.Init();
+  __syncthreads();
+  return shared;
 }
 
 template <int kHeadDim, Placement kPlacement, bool kCoded>
@@ -316,17 +332,14 @@ __global__ void __launch_bounds__(PrefillRoles<kPlacement, kCoded>::kThreads, 1)
   extern __shared__ std::byte raw[];
   using Shared = PrefillMemory<kHeadDim, kPlacement, kCoded>;
   using Role = PrefillRoles<kPlacement, kCoded>;
-  // An offset from `raw`, so that the compiler knows that all accesses are to shared memory.
-  auto& shared = *reinterpret_cast<Shared*>(raw + (0u - hopper::SharedAddress(raw)) % 1024);
-  if (threadIdx.x == 0) shared.Init();
-  __syncthreads();
-  const RowPart mine = MyRow(p);
+  Shared& shared = InitMemory<kHeadDim, kPlacement, kCoded>(raw);
+  const RowPart mine = MyRow(p, 0, static_cast<unsigned>(p.kv.layout.num_kv_heads));
   const PageRun run = WholeRow(p, mine.row);
   const int group = static_cast<int>(threadIdx.x) / kGroupThreads;
   if (group == Role::kProducer) {
     hopper::FewerRegisters<Role::kProducerRegisters>();
     RingPosition<Shared::kStages> at;
-    ProducePages<kPlacement>(p, maps, run, shared.ring, at);
+    ProducePages<kPlacement>(p, maps, run, shared.ring, at, StoredPages<kPlacement>{p, maps, run});
   } else if (group > Role::kProducer) {
     if constexpr (Role::kHasPreparers) {
       hopper::FewerRegisters<Role::kPreparerRegisters>();
@@ -334,22 +347,48 @@ __global__ void __launch_bounds__(PrefillRoles<kPlacement, kCoded>::kThreads, 1)
     }
   } else {
     hopper::MoreRegisters<Role::kConsumerRegisters>();
-    ComputeRow(p, shared, run, mine.part);
+    ComputeRow<kRotates<kPlacement>>(p, shared, run, mine.part);
   }
 }
 
-template <int kHeadDim, Placement kPlacement, bool kCoded>
-cudaError_t Launch(const AttendLaunch& p, const AttendKernelPlan& plan, const KvTensorMaps& maps,
-                   cudaStream_t stream) {
-  constexpr int kSharedBytes =
-      static_cast<int>(sizeof(PrefillMemory<kHeadDim, kPlacement, kCoded>)) + 1024;
+// The same over prepared pages, of which `maps` tell.
+template <int kHeadDim>
+__global__ void __launch_bounds__(PrefillRoles<Placement::kCached, false>::kThreads, 1)
+    AttendPreparedKernel(const __grid_constant__ AttendLaunch p,
+                         const __grid_constant__ PreparedPages pages,
+                         const __grid_constant__ KvTensorMaps maps) {
+  extern __shared__ std::byte raw[];
+  using Shared = PrefillMemory<kHeadDim, Placement::kCached, false>;
+  using Role = PrefillRoles<Placement::kCached, false>;
+  Shared& shared = InitMemory<kHeadDim, Placement::kCached, false>(raw);
+  const RowPart mine =
+      MyRow(p, static_cast<unsigned>(pages.first_head), static_cast<unsigned>(pages.num_heads));
+  const PageRun run = WholeRow(p, mine.row);
+  if (static_cast<int>(threadIdx.x) / kGroupThreads == Role::kProducer) {
+    hopper::FewerRegisters<Role::kProducerRegisters>();
+    RingPosition<Shared::kStages> at;
+    const CopiedPages resolve = {.pages = pages,
+                                 .run = run,
+                                 .header = p.headers[mine.row],
+                                 .head = mine.row % p.kv.layout.num_kv_heads,
+                                 .first_page = pages.FirstPage(run.tile.slot)};
+    ProducePages<Placement::kCached>(p, maps, run, shared.ring, at, resolve);
+  } else {
+    hopper::MoreRegisters<Role::kConsumerRegisters>();
+    ComputeRow<true>(p, shared, run, mine.part);
+  }
+}
+
+// Launches a kernel with the shared memory of Shared.
+template <typename Shared, typename... Params>
+cudaError_t Launch(void (*kernel)(Params...), unsigned ctas, cudaStream_t stream,
+                   const Params&... params) {
+  constexpr int kSharedBytes = static_cast<int>(sizeof(Shared)) + 1024;
   static_assert(kSharedBytes <= 227 * 1024);
-  const auto kernel = AttendPrefillKernel<kHeadDim, kPlacement, kCoded>;
   if (const cudaError_t error = AllowSharedBytes(kernel, kSharedBytes); error != cudaSuccess) {
     return error;
   }
-  kernel<<<plan.ctas * plan.ctas_of_row, PrefillRoles<kPlacement, kCoded>::kThreads, kSharedBytes,
-           stream>>>(p, maps);
+  kernel<<<ctas, Shared::Roles::kThreads, kSharedBytes, stream>>>(params...);
   return cudaGetLastError();
 }
 
@@ -358,7 +397,18 @@ cudaError_t Launch(const AttendLaunch& p, const AttendKernelPlan& plan, const Kv
 cudaError_t LaunchAttendPrefill(const AttendLaunch& params, const AttendKernelPlan& plan,
                                 const KvTensorMaps& maps, cudaStream_t stream) {
   return ForShape(plan.shape, [&]<int kHeadDim, Placement kPlacement, bool kCoded>() {
-    return Launch<kHeadDim, kPlacement, kCoded>(params, plan, maps, stream);
+    return Launch<PrefillMemory<kHeadDim, kPlacement, kCoded>>(
+        AttendPrefillKernel<kHeadDim, kPlacement, kCoded>, plan.ctas * plan.ctas_of_row, stream,
+        params, maps);
+  });
+}
+
+cudaError_t LaunchAttendPrepared(const AttendLaunch& params, const AttendKernelPlan& plan,
+                                 const PreparedPages& pages, const KvTensorMaps& maps,
+                                 cudaStream_t stream) {
+  return ForHeadDim(plan.shape.head_dim, [&]<int kHeadDim>() {
+    return Launch<PrefillMemory<kHeadDim, Placement::kCached, false>>(
+        AttendPreparedKernel<kHeadDim>, plan.ctas * plan.ctas_of_row, stream, params, pages, maps);
   });
 }
 

@@ -173,6 +173,17 @@ __device__ inline int64_t CopiedTokens(uint64_t mask) {
   return __popc(PiecesOf(mask)) * kPieceTokens;
 }
 
+// Records that `tokens` tokens of a page are read. `index` is that of the store's tables.
+__device__ inline void RecordRead(const AttendLaunch& p, int64_t index, PageTier tier,
+                                  int64_t tokens) {
+  const AccessRecord& accesses = p.kv.accesses;
+  if (accesses.last_touched == nullptr) return;
+  accesses.last_touched[index] = *accesses.step;
+  if (tier == PageTier::kHost) {
+    atomicAdd(&accesses.missed_bytes[index], static_cast<uint32_t>(tokens * p.token_bytes));
+  }
+}
+
 // Records that `tokens` tokens of the page are read. An absent page sets the slot's fault and gets
 // an empty mask.
 template <Placement kPlacement>
@@ -184,12 +195,7 @@ __device__ void ClaimPage(const AttendLaunch& p, const PageRun& run, ResolvedPag
     page.mask = 0;
     return;
   }
-  const PagedKv& kv = p.kv;
-  if (kv.accesses.last_touched == nullptr) return;
-  kv.accesses.last_touched[page.index] = *kv.accesses.step;
-  if (page.tier == PageTier::kHost) {
-    atomicAdd(&kv.accesses.missed_bytes[page.index], static_cast<uint32_t>(tokens * p.token_bytes));
-  }
+  RecordRead(p, page.index, page.tier, tokens);
 }
 
 // Returns lane `from`'s page, without its index.
@@ -343,6 +349,19 @@ __device__ inline void RotatePairs(uint32_t& low, uint32_t& high, float2 cos, fl
   high = *reinterpret_cast<const uint32_t*>(&turned_y);
 }
 
+// Rotates eight neighbouring pairs, by the angles from number `angle` on.
+__device__ inline void RotateParts(const DeviceRopePositions& rope, int64_t angle, uint4& low,
+                                   uint4& high) {
+  const auto* cos = reinterpret_cast<const float4*>(rope.cos + angle);
+  const auto* sin = reinterpret_cast<const float4*>(rope.sin + angle);
+  const float4 c[2] = {__ldg(cos), __ldg(cos + 1)};
+  const float4 s[2] = {__ldg(sin), __ldg(sin + 1)};
+  RotatePairs(low.x, high.x, {c[0].x, c[0].y}, {s[0].x, s[0].y});
+  RotatePairs(low.y, high.y, {c[0].z, c[0].w}, {s[0].z, s[0].w});
+  RotatePairs(low.z, high.z, {c[1].x, c[1].y}, {s[1].x, s[1].y});
+  RotatePairs(low.w, high.w, {c[1].z, c[1].w}, {s[1].z, s[1].w});
+}
+
 // Rotates rows of a swizzled tile in place, in float32: row r to position_of(r), unless that is
 // negative. Called by `threads` threads, of which this is number `thread`. A barrier must follow.
 template <int kHeadDim, int kRows, typename PositionOf>
@@ -356,19 +375,11 @@ __device__ void RotateTile(const DeviceRopePositions& rope, int thread, int thre
     const int element = i % kParts * kElements;
     const int64_t position = position_of(row);
     if (position < 0) continue;
-    const int64_t at = position * (kHeadDim / 2) + element;
-    const auto* cos = reinterpret_cast<const float4*>(rope.cos + at);
-    const auto* sin = reinterpret_cast<const float4*>(rope.sin + at);
-    const float4 c[2] = {__ldg(cos), __ldg(cos + 1)};
-    const float4 s[2] = {__ldg(sin), __ldg(sin + 1)};
     uint4* const low = TilePart<kRows>(tile, row, element);
     uint4* const high = TilePart<kRows>(tile, row, element + kHeadDim / 2);
     uint4 x = *low;
     uint4 y = *high;
-    RotatePairs(x.x, y.x, {c[0].x, c[0].y}, {s[0].x, s[0].y});
-    RotatePairs(x.y, y.y, {c[0].z, c[0].w}, {s[0].z, s[0].w});
-    RotatePairs(x.z, y.z, {c[1].x, c[1].y}, {s[1].x, s[1].y});
-    RotatePairs(x.w, y.w, {c[1].z, c[1].w}, {s[1].z, s[1].w});
+    RotateParts(rope, position * (kHeadDim / 2) + element, x, y);
     *low = x;
     *high = y;
   }

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "kernels/attention/page_pipeline.cuh"
+#include "kernels/attention/prepared_pages.h"
 
 namespace kvasir::kernels {
 
@@ -99,17 +100,14 @@ __device__ inline void PrefetchAngles(const DeviceRopePositions& rope, int64_t h
   hopper::PrefetchRange(rope.sin + first * half_dim, bytes);
 }
 
-// Sends the run's pages through the ring, by the first warp of the producer: one stage for each
-// item with tokens (with grouped positions one for each side with tokens), and at the end one stage
-// without tokens. A page's products take about 1,000 cycles, and 500 instructions of one thread
-// take longer: little may be done for each page here.
-template <Placement kPlacement, typename Ring>
-__device__ void ProducePages(const AttendLaunch& p, const KvTensorMaps& maps, const PageRun& run,
-                             Ring& ring, RingPosition<Ring::kStages>& at) {
-  if (threadIdx.x % kGroupThreads >= kWarpThreads) return;
-  const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
-  // Each lane resolves one item of the next 32, while those before them are attended to.
-  const auto resolve = [&](int64_t index) {
+// Finds item `index` of the run where it lies in the store, and records that it is read.
+template <Placement kPlacement>
+struct StoredPages {
+  const AttendLaunch& p;
+  const KvTensorMaps& maps;
+  const PageRun& run;
+
+  __device__ ResolvedPage<kPlacement> operator()(int64_t index) const {
     ResolvedPage<kPlacement> page = ResolveItem<kPlacement>(p, maps, run, index);
     if constexpr (kPlacement == Placement::kGrouped) {
       ClaimPage(
@@ -119,7 +117,39 @@ __device__ void ProducePages(const AttendLaunch& p, const KvTensorMaps& maps, co
       ClaimPage(p, run, page, CopiedTokens(page.mask));
     }
     return page;
-  };
+  }
+};
+
+// Finds it in prepared pages.
+struct CopiedPages {
+  const PreparedPages& pages;
+  const PageRun& run;
+  const SelectionHeader& header;
+  int64_t head;
+  int32_t first_page;  // of the run's sequence
+
+  __device__ ResolvedPage<Placement::kCached> operator()(int64_t index) const {
+    ResolvedPage<Placement::kCached> page;
+    if (index >= run.end) return page;
+    const RowItem item = FindItem(run.items, header, nullptr, index);
+    page.mask = item.mask;
+    page.page = static_cast<int32_t>(item.page);
+    page.copy_row =
+        static_cast<int32_t>(pages.Place(first_page + item.page, head) * 2 * kPageTokens);
+    page.tier = PageTier::kDevice;
+    return page;
+  }
+};
+
+// Sends the run's pages through the ring, by the first warp of the producer: one stage for each
+// item with tokens (with grouped positions one for each side with tokens), and at the end one stage
+// without tokens. `resolve` finds an item. A page's products take about 1,000 cycles, and 500
+// instructions of one thread take longer: little may be done for each page here.
+template <Placement kPlacement, typename Ring, typename Resolve>
+__device__ void ProducePages(const AttendLaunch& p, const KvTensorMaps& maps, const PageRun& run,
+                             Ring& ring, RingPosition<Ring::kStages>& at, const Resolve& resolve) {
+  if (threadIdx.x % kGroupThreads >= kWarpThreads) return;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
   const auto send = [&](const ResolvedPage<kPlacement>& page) {
     hopper::BarrierWait(&ring.empty[at.stage], at.parity ^ 1);
     if (lane == 0) {
@@ -144,6 +174,7 @@ __device__ void ProducePages(const AttendLaunch& p, const KvTensorMaps& maps, co
     __syncwarp();  // shuffles of lanes that arrive one by one are slow
     at.Next();
   };
+  // Each lane resolves one item of the next 32, while those before them are attended to.
   for (int64_t begin = run.begin; begin < run.end; begin += kWarpThreads) {
     const ResolvedPage<kPlacement> current = resolve(begin + lane);
     const int count = static_cast<int>(min(int64_t{kWarpThreads}, run.end - begin));

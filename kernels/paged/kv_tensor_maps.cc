@@ -9,8 +9,6 @@
 namespace kvasir::kernels {
 namespace {
 
-constexpr int64_t kArenaAlignment = 1024;
-
 // Boxes of `box_rows` rows.
 TensorMapShape RowsShape(const KvLayout& layout, const KvArena& arena, int64_t box_rows) {
   const auto row_bytes = static_cast<cuuint64_t>(layout.row_bytes());

@@ -32,8 +32,10 @@ struct KvTensorMaps {
   Arena host;
 };
 
+inline constexpr int64_t kArenaAlignment = 1024;
+
 struct KvArena {
-  std::byte* base = nullptr;  // 1,024-byte aligned, readable by the device
+  std::byte* base = nullptr;  // aligned to kArenaAlignment, readable by the device
   int64_t bytes = 0;
 };
 

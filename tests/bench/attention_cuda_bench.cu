@@ -19,6 +19,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cuda_bf16.h>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -51,6 +52,11 @@ void Attend(Set& set, cudaStream_t stream) {
   } else {
     Check(AttendPrefill(set.params, set.maps, stream));
   }
+}
+std::optional<PreparedMemory> prepared_memory;
+void AttendOverPrepared(Set& set, cudaStream_t stream) {
+  const auto pages = PlanPreparedPages(set.host_tiles, kv_layout, prepared_memory->bytes);
+  Check(AttendPrepared(set.params, pages.value(), *prepared_memory, stream));
 }
 void Quest(Set& set, cudaStream_t stream) {
   Check(SelectQuest(QuestScore::kEstimate, set.select, set.params.selection, set.work.data(),
@@ -209,8 +215,21 @@ void Bench(int64_t tokens) {
   const std::vector<SelectionEntry> list = ListOfRuns(tokens, kPageTokens);
   const int64_t attended = selection_numbers.sink_tokens + selection_numbers.budget_tokens +
                            selection_numbers.window_tokens;
+  prepared_memory = Value(PreparedMemory::Create(kv_layout, tokens));
+  const auto report_dense = [&](const char* name, Call call, int64_t num_queries, Keys keys) {
+    Report(name, call, tokens, num_queries, {}, {}, SeenTokens(tokens, num_queries), 1, keys);
+  };
+  for (const int64_t num_queries : {int64_t{512}, kPromptQueries}) {
+    if (num_queries > tokens || tokens > kMostPromptTokens) continue;
+    if (IsQuantized(kv_layout.dtype)) {
+      report_dense("dense, prepared", AttendOverPrepared, num_queries, Keys::kRotated);
+    }
+    report_dense("dense, compact positions, prepared", AttendOverPrepared, num_queries,
+                 Keys::kCompact);
+  }
   if (kPromptQueries <= tokens && tokens <= kMostPromptTokens) {
-    Report("dense", Attend, tokens, kPromptQueries, {}, {}, SeenTokens(tokens, kPromptQueries));
+    report_dense("dense", Attend, kPromptQueries, Keys::kRotated);
+    report_dense("dense, compact positions", Attend, kPromptQueries, Keys::kCompact);
   }
   for (const int64_t num_queries : {1, 512}) {
     Report("dense", Attend, tokens, num_queries, {}, {}, SeenTokens(tokens, num_queries));

@@ -67,6 +67,7 @@ struct Set {
   InfiniteHipCuda hip = {.preset = Value(InfiniteHipSelector::FindPreset(infinitehip_preset)),
                          .max_budget_tokens = selection_numbers.budget_tokens};
   KvTensorMaps maps;
+  std::vector<QueryTile> host_tiles;  // as in `blocks`
   std::optional<CudaRopePositions> rope;
   CudaAttendParams params;
   CudaSelectParams select;
@@ -203,6 +204,7 @@ struct Set {
                              .first_position = tokens - num_queries + first});
     }
     blocks = Upload(query_tiles);
+    host_tiles = query_tiles;
     std::vector<QueryTile> of_steps;
     for (int64_t step = 1 - kCycle; step <= 0; ++step) {
       for (QueryTile tile : query_tiles) {

@@ -5,6 +5,7 @@
 //
 //   prefill_step_bench [--model=FOLDER] [--tokens=8192,32768] [--rounds=3]
 //                      [--chunks=512,2048,8192] [--policy=all] [--kernels]
+//                      [--kv-cache-dtype=bfloat16] [--position-extension=none]
 //
 //   first    time of the first round: kernels are loaded, buffers grow
 //   wall     time from the first plan to the last reply: median of the other rounds
@@ -33,6 +34,7 @@
 
 #include "proto/selector_field.h"
 #include "tests/bench/device_trace.h"
+#include "tests/bench/kv_dtype.h"
 #include "worker/engine/engine.h"
 #include "worker/loaded_model.h"
 #include "worker/make_backend.h"
@@ -42,6 +44,7 @@
 namespace kvasir::worker {
 namespace {
 
+using kernels::DType;
 using kernels::kPageTokens;
 using Clock = std::chrono::steady_clock;
 
@@ -66,6 +69,8 @@ struct Flags {
   std::vector<int64_t> chunks = {512, 2048, 8192};
   int64_t rounds = 3;
   std::string policy = "all";
+  DType kv_cache_dtype = DType::kBFloat16;
+  std::string position_extension = "none";
   bool kernels = false;
 };
 
@@ -97,6 +102,10 @@ Flags ParseFlags(int argc, char** argv) {
       flags.rounds = Numbers(value).front() + 1;
     else if (name == "--policy")
       flags.policy = value;
+    else if (name == "--kv-cache-dtype")
+      flags.kv_cache_dtype = Value(kernels::ParseKvDType(value));
+    else if (name == "--position-extension")
+      flags.position_extension = value;
     else if (name == "--kernels")
       flags.kernels = true;
     else
@@ -170,6 +179,7 @@ LoadedModel Load(const Flags& flags, Backend& backend) {
   options.model.set_model(flags.model);
   options.model.set_load_format("dummy");
   options.model.set_dtype("bfloat16");
+  options.model.set_position_extension(flags.position_extension);
   const int64_t longest = *std::max_element(flags.tokens.begin(), flags.tokens.end());
   options.model.set_max_model_len(static_cast<uint32_t>(longest + 4096));
   options.model.set_allow_long_max_model_len(true);
@@ -186,7 +196,7 @@ Bench::Bench(const Flags& flags)
       .group_epoch = kEpoch,
       .max_num_seqs = 4,
       .max_num_batched_tokens = *std::max_element(flags.chunks.begin(), flags.chunks.end()),
-      .kv_dtype = kernels::DType::kBFloat16,
+      .kv_dtype = flags.kv_cache_dtype,
       .policies = {MakePolicy(flags.policy)}};
   const kernels::KvLayout layout = model_.transformer->kv_layout(options.kv_dtype);
   const int64_t blocks =
@@ -284,8 +294,10 @@ void Bench::Leave() {
 }
 
 void Bench::Run() {
-  std::printf("%s on %s, policy %s\n\n", flags_.model.c_str(), backend_->name().c_str(),
-              flags_.policy.c_str());
+  std::printf("%s on %s, policy %s, KV %s, position extension %s\n\n", flags_.model.c_str(),
+              backend_->name().c_str(), flags_.policy.c_str(),
+              std::string(DTypeName(flags_.kv_cache_dtype)).c_str(),
+              flags_.position_extension.c_str());
   std::printf(
       "| prefill | tokens | chunk | first, ms | wall, ms | begin | finish | busy | waits |\n"
       "|---|---|---|---|---|---|---|---|---|\n");

@@ -148,6 +148,13 @@ class Backend {
     return std::nullopt;
   }
 
+  // Takes memory that steps need beside activations and that grows with the context, so that the KV
+  // is given no more than the rest. RESOURCE_EXHAUSTED when there is none.
+  virtual absl::Status ReserveForPrompts(const kernels::KvLayout& /*layout*/,
+                                         int64_t /*max_model_len*/) {
+    return absl::OkStatus();
+  }
+
   // RESOURCE_EXHAUSTED when there is no memory.
   virtual absl::StatusOr<Memory> Allocate(int64_t bytes) = 0;
   // Makes the memory of a KV store's tiers, with the mechanism that moves pages between them. The

@@ -96,6 +96,7 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
       Activations::Create(model_.backend(), model_.activation_sizes(max_tokens, logits_rows)));
   KVASIR_RETURN_IF_ERROR(model_.WarmUp(activations_, options_.max_num_batched_tokens));
   enter("taking memory for KV");
+  KVASIR_RETURN_IF_ERROR(model_.backend().ReserveForPrompts(layout_, max_model_len));
   KVASIR_ASSIGN_OR_RETURN(const KvSizes sizes, SizeTiers());
   KVASIR_ASSIGN_OR_RETURN(
       store_, kvstore::KvStore::Create(

@@ -3,9 +3,11 @@
 #include <gtest/gtest.h>
 #include <sstream>
 #include <string>
+#include <vector>
 
 #include "kernels/append/append_heads_plan.h"
 #include "kernels/attention/attend_kernel.h"
+#include "kernels/attention/prepared_pages.h"
 #include "kernels/gemm/gemm_plan.h"
 #include "kernels/sampling/sampling_plan.h"
 #include "kernels/sparse/infinitehip/infinitehip_plan.h"
@@ -48,10 +50,70 @@ TEST(KernelPlans, PrefillHasACtaForTwoHeadsOfARow) {
   AttendShape shape = {.head_dim = 64, .rows = 6, .group = 7, .placement = Placement::kGrouped};
   EXPECT_EQ(TextOf(PlanAttendPrefill(shape)),
             "prefill kernel, head_dim 64, group 7, grouped positions, 6 x 4 CTAs");
+  EXPECT_EQ(TextOf(PlanAttendPrepared(shape, /*num_kv_heads=*/3, /*num_heads=*/2)),
+            "prefill kernel over prepared pages, head_dim 64, group 7, grouped positions, 4 x 4 "
+            "CTAs");
   shape.group = 1;
   EXPECT_EQ(PlanAttendPrefill(shape).ctas_of_row, 1u);
   shape.group = 8;
   EXPECT_EQ(PlanAttendPrefill(shape).ctas_of_row, 4u);
+}
+
+// A prompt's last `count` tiles.
+void AddTiles(int64_t slot, int64_t tokens, int64_t count, std::vector<QueryTile>& tiles) {
+  for (int64_t i = count; i > 0; --i) {
+    tiles.push_back(
+        {.slot = slot, .num_rows = kPageTokens, .first_position = tokens - i * kPageTokens});
+  }
+}
+
+TEST(KernelPlans, PagesThatManyTilesReadArePrepared) {
+  const KvLayout layout = {
+      .num_layers = 2, .num_kv_heads = 8, .head_dim = 128, .dtype = DType::kFloat8E4M3};
+  const int64_t bytes = PreparedBytes(layout, 131072);
+  EXPECT_EQ(bytes, int64_t{512} << 20);  // all heads
+  std::vector<QueryTile> tiles;
+  AddTiles(5, 65536, 3, tiles);
+  EXPECT_FALSE(PlanPreparedPages(tiles, layout, bytes).has_value()) << "each page is read thrice";
+  AddTiles(2, 65536, 8, tiles);
+  const auto plan = PlanPreparedPages(tiles, layout, bytes);
+  ASSERT_TRUE(plan.has_value());
+  EXPECT_EQ(plan->num_pages, 2048);
+  EXPECT_EQ(plan->num_heads, 8);
+  EXPECT_EQ(plan->FirstPage(5), 0);
+  EXPECT_EQ(plan->FirstPage(2), 1024);
+  EXPECT_EQ(plan->sequences[1].num_tokens, 65536);
+}
+
+TEST(KernelPlans, LongSequencesArePreparedInPassesOfHeads) {
+  const KvLayout layout = {
+      .num_layers = 2, .num_kv_heads = 8, .head_dim = 128, .dtype = DType::kInt8};
+  EXPECT_EQ(PreparedBytes(layout, 1000), 16 * 64 * 512 * 8);
+  EXPECT_EQ(PreparedBytes(layout, 1 << 20), int64_t{512} << 20);
+  EXPECT_EQ(PreparedBytes(layout, 3 << 20), int64_t{1} << 30);
+  const auto heads_of = [&](int64_t tokens, int64_t bytes) -> int64_t {
+    std::vector<QueryTile> tiles;
+    AddTiles(0, tokens, 8, tiles);
+    const auto plan = PlanPreparedPages(tiles, layout, bytes);
+    return plan.has_value() ? plan->num_heads : 0;
+  };
+  constexpr int64_t kBytes = int64_t{512} << 20;
+  EXPECT_EQ(heads_of(131072, kBytes), 8);
+  EXPECT_EQ(heads_of(131072 + 64, kBytes), 4);  // 7 fit: two passes of four
+  EXPECT_EQ(heads_of(3 * 131072, kBytes), 2);
+  EXPECT_EQ(heads_of(1 << 20, kBytes), 1);
+  EXPECT_EQ(heads_of((1 << 20) + 64, kBytes), 0);
+}
+
+TEST(KernelPlans, AsManySequencesArePreparedAsAPlanNames) {
+  const KvLayout layout = {
+      .num_layers = 1, .num_kv_heads = 1, .head_dim = 64, .dtype = DType::kInt8};
+  std::vector<QueryTile> tiles;
+  for (int64_t slot = 0; slot < kMostPreparedSequences; ++slot) AddTiles(slot, 640, 10, tiles);
+  EXPECT_TRUE(PlanPreparedPages(tiles, layout, 1 << 30).has_value());
+  AddTiles(kMostPreparedSequences, 640, 10, tiles);
+  EXPECT_FALSE(PlanPreparedPages(tiles, layout, 1 << 30).has_value());
+  EXPECT_FALSE(PlanPreparedPages({}, layout, 1 << 30).has_value());
 }
 
 LinearPlan::Kernel KernelOf(const LinearCall& call) { return PlanLinear(call).kernel; }

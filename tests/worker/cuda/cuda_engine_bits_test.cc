@@ -7,6 +7,9 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
+
+#include "kernels/plans/plan_log.h"
 #include "tests/worker/cuda/cuda_engine_fixture.h"
 
 namespace kvasir::worker {
@@ -170,10 +173,10 @@ TEST_F(CudaEngineTest, GroupedPositionsGiveTheSameBitsFromPartsInDeviceMemory) {
 
 // Reads a prompt of 3,000 tokens in chunks, whole or after the blocks of a document that another
 // request left, and answers.
-ServedRun ServeInChunks(TestModel& model, uint32_t policy, int64_t chunk, bool cached) {
+ServedRun ServeInChunks(TestModel& model, uint32_t policy, int64_t chunk, bool cached,
+                        EngineOptions options = Options()) {
   constexpr int64_t kDocument = 2000;
   TestRequest request = MakeRequest(100, 3000, policy);
-  EngineOptions options = Options();
   options.max_num_batched_tokens = 8192;
   TestWorker worker(model, options);
   TestCoordinator coordinator({.chunk = chunk, .max_tokens = 8192, .keep_blocks = true});
@@ -227,6 +230,40 @@ TEST_F(CudaEngineTest, ADensePromptHasTheSameBitsInAnyChunksAndAfterAHit) {
 TEST_F(CudaEngineTest, ASparsePromptHasTheSameBitsInChunksOfPagesAndAfterAHit) {
   for (const uint32_t policy : {1u, 3u, 4u, 5u, 7u, 14u}) {
     ExpectSameBitsInChunks(*models_.gpu, policy, {64, kChunk, 1024, 4096});
+  }
+}
+
+// Whether a plan was told that names prepared pages.
+bool is_prepared = false;
+
+// A page that many tiles read is decoded and rotated once for all of them. In chunks of 256 tokens
+// each tile does it for itself.
+TEST_F(CudaEngineTest, APromptOverPreparedPagesHasTheSameBits) {
+  int64_t chunk = 2979;  // another one each time: a plan is told once
+  for (const kernels::DType dtype :
+       {kernels::DType::kBFloat16, kernels::DType::kFloat8E4M3, kernels::DType::kInt8}) {
+    for (TestModel* const model : {models_.gpu.get(), extended_models_.gpu.get()}) {
+      const bool rotated = model == models_.gpu.get();
+      SCOPED_TRACE(testing::Message() << DTypeName(dtype) << (rotated ? "" : ", un-rotated"));
+      EngineOptions options = Options();
+      options.kv_dtype = dtype;
+      kernels::SetPlanSink([](absl::string_view, absl::string_view plan) {
+        is_prepared |= absl::StrContains(plan, "over prepared pages");
+      });
+      is_prepared = false;
+      const ServedRun expected = ServeInChunks(*model, 0, kChunk, /*cached=*/false, options);
+      EXPECT_FALSE(is_prepared);
+      for (const bool cached : {false, true}) {
+        const ServedRun found = ServeInChunks(*model, 0, chunk, cached, options);
+        EXPECT_EQ(found.results[0].tokens, expected.results[0].tokens);
+        for (const auto& [place, logits] : expected.logits) {
+          EXPECT_TRUE(found.logits.at(place) == logits) << "position " << place.second;
+        }
+      }
+      kernels::SetPlanSink(nullptr);
+      EXPECT_EQ(is_prepared, !rotated || dtype != kernels::DType::kBFloat16);
+      chunk -= kernels::kPageTokens;
+    }
   }
 }
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "kernels/attention/attend_cuda.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/paged/count_selected_cuda.h"
 
@@ -73,6 +72,7 @@ absl::Status CudaAttention::BeginStep(const StepInputs& inputs, const CudaStep& 
     KVASIR_ASSIGN_OR_RETURN(window_selection_.headers,
                             Reserve<kernels::SelectionHeader>(rows, window_headers_, wait));
   }
+  PlanPrepared(inputs, step);
   KVASIR_RETURN_IF_ERROR(ReserveArrivals(rows, stream, wait));
   const int64_t single = step.shape.num_single;
   const int64_t workspace_bytes =
@@ -103,6 +103,20 @@ absl::Status CudaAttention::ReservePositions(const StepInputs& inputs, const Cud
   const int64_t elements =
       inputs.batch.num_tokens() * layout.num_kv_heads * limits_.select.group * layout.head_dim;
   return Reserve<kernels::BFloat16>(elements, placed_queries_, wait).status();
+}
+
+void CudaAttention::PlanPrepared(const StepInputs& inputs, const CudaStep& step) {
+  prepared_.clear();
+  for (const SelectorRange& range : step.shape.ranges) {
+    std::optional<kernels::PreparedPages>& plan = prepared_.emplace_back();
+    if (step.prepared == nullptr || !range.served->dense) continue;
+    std::vector<QueryTile> tiles;
+    for (int64_t i = std::max(range.begin, step.shape.num_single); i < range.end; ++i) {
+      const int64_t tile = step.shape.order[static_cast<size_t>(i)];
+      tiles.push_back(inputs.batch.tiles[static_cast<size_t>(tile)]);
+    }
+    plan = kernels::PlanPreparedPages(tiles, step.kv.layout, step.prepared->bytes);
+  }
 }
 
 std::span<const SelectorRange> CudaAttention::RangesOf(const CudaStep& step, int64_t layer,
@@ -165,27 +179,32 @@ std::span<SelectedCounts> CudaAttention::Counts(const CudaStep& step, int64_t la
       static_cast<size_t>((end - begin) * heads));
 }
 
+kernels::CudaAttendParams CudaAttention::ParamsOf(const CudaStep& step, const LayerQueries& queries,
+                                                  const TensorView& out, int64_t begin,
+                                                  int64_t end) const {
+  const int64_t heads = step.kv.layout.num_kv_heads;
+  kernels::CudaAttendParams params = {
+      {.q = queries.q,
+       .out = out,
+       .lse = {},
+       .kv = step.kv,
+       .layer = queries.layer,
+       .scale = queries.scale,
+       .tiles = Blocks(step, begin, end),
+       .selection = SelectionOf(queries.layer).Rows(begin * heads, (end - begin) * heads),
+       .faults = step.results.faults,
+       .grouped = step.grouped,
+       .window_tokens = WindowTokens(queries.layer)}};
+  params.device_rope = rope_;
+  params.device_counts = Counts(step, queries.layer, begin, end);
+  return params;
+}
+
 absl::Status CudaAttention::Attend(const CudaStep& step, const LayerQueries& queries,
                                    const TensorView& out, cudaStream_t stream) {
   KVASIR_RETURN_IF_ERROR(BringPages(step, queries.layer, stream));
-  const int64_t heads = step.kv.layout.num_kv_heads;
-  const int64_t blocks = step.shape.num_tiles();
   const auto params = [&](int64_t begin, int64_t end) {
-    kernels::CudaAttendParams some = {
-        {.q = queries.q,
-         .out = out,
-         .lse = {},
-         .kv = step.kv,
-         .layer = queries.layer,
-         .scale = queries.scale,
-         .tiles = Blocks(step, begin, end),
-         .selection = SelectionOf(queries.layer).Rows(begin * heads, (end - begin) * heads),
-         .faults = step.results.faults,
-         .grouped = step.grouped,
-         .window_tokens = WindowTokens(queries.layer)}};
-    some.device_rope = rope_;
-    some.device_counts = Counts(step, queries.layer, begin, end);
-    return some;
+    return ParamsOf(step, queries, out, begin, end);
   };
   // Consecutive ranges of one query without a terminator share a launch.
   int64_t begin = 0;
@@ -200,10 +219,30 @@ absl::Status CudaAttention::Attend(const CudaStep& step, const LayerQueries& que
     begin = end;
   }
   KVASIR_RETURN_IF_ERROR(AttendDecode(params(begin, step.shape.num_single), stream));
-  const kernels::CudaAttendParams several = params(step.shape.num_single, blocks);
+  return AttendPrefill(step, queries, out, stream);
+}
+
+absl::Status CudaAttention::AttendPrefill(const CudaStep& step, const LayerQueries& queries,
+                                          const TensorView& out, cudaStream_t stream) {
+  const int64_t tiles = step.shape.num_tiles();
+  const auto params = [&](int64_t begin, int64_t end) {
+    return ParamsOf(step, queries, out, begin, end);
+  };
+  int64_t begin = step.shape.num_single;
+  const kernels::CudaAttendParams all = params(begin, tiles);
   KVASIR_RETURN_IF_ERROR(
-      kernels::CountSelected(several.tiles, several.selection, several.device_counts, stream));
-  return kernels::AttendPrefill(several, *maps_, stream);
+      kernels::CountSelected(all.tiles, all.selection, all.device_counts, stream));
+  // Consecutive ranges whose pages are read where they lie share a launch.
+  const std::span<const SelectorRange> ranges = step.shape.ranges;
+  for (size_t i = 0; i < ranges.size() && WindowTokens(queries.layer) == 0; ++i) {
+    if (!prepared_[i].has_value()) continue;
+    const int64_t first = std::max(ranges[i].begin, step.shape.num_single);
+    KVASIR_RETURN_IF_ERROR(kernels::AttendPrefill(params(begin, first), *maps_, stream));
+    KVASIR_RETURN_IF_ERROR(kernels::AttendPrepared(params(first, ranges[i].end), *prepared_[i],
+                                                   *step.prepared, stream));
+    begin = ranges[i].end;
+  }
+  return kernels::AttendPrefill(params(begin, tiles), *maps_, stream);
 }
 
 absl::Status CudaAttention::BringPages(const CudaStep& step, int64_t layer,

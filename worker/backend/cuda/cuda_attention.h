@@ -12,6 +12,8 @@
 #include "absl/status/status.h"
 
 #include "kernels/attention/attend.h"
+#include "kernels/attention/attend_cuda.h"
+#include "kernels/attention/prepared_pages.h"
 #include "kernels/base/device_buffer.h"
 #include "kernels/paged/grouped_positions.h"
 #include "kernels/paged/kv_tensor_maps.h"
@@ -34,10 +36,11 @@ struct CudaStep {
   StepTable table;
   kernels::PagedKv kv;
   DeviceStepOutputs results;
-  kernels::CudaRopePositions* positions = nullptr;  // of un-rotated keys; null: keys are rotated
-  kernels::GroupedPositions grouped;                // of un-rotated keys; off: compact ones
-  kernels::QueryRotation rotation;                  // of queries, where keys are rotated
-  CudaRanks* ranks = nullptr;                       // null: this rank is alone
+  kernels::CudaRopePositions* positions = nullptr;    // of un-rotated keys; null: keys are rotated
+  kernels::GroupedPositions grouped;                  // of un-rotated keys; off: compact ones
+  kernels::QueryRotation rotation;                    // of queries, where keys are rotated
+  CudaRanks* ranks = nullptr;                         // null: this rank is alone
+  const kernels::PreparedMemory* prepared = nullptr;  // null: pages are read where they lie
 };
 
 class CudaAttention {
@@ -73,12 +76,21 @@ class CudaAttention {
   // which `window` is the place, has all tiles.
   std::span<const SelectorRange> RangesOf(const CudaStep& step, int64_t layer,
                                           SelectorRange& window) const;
+  // Plans which ranges' prompts read prepared pages.
+  void PlanPrepared(const StepInputs& inputs, const CudaStep& step);
+  // Of query tiles [begin, end).
+  kernels::CudaAttendParams ParamsOf(const CudaStep& step, const LayerQueries& queries,
+                                     const kernels::TensorView& out, int64_t begin,
+                                     int64_t end) const;
   // Returns the place for the counts of query tiles [begin, end).
   std::span<kernels::SelectedCounts> Counts(const CudaStep& step, int64_t layer, int64_t begin,
                                             int64_t end) const;
   // Brings what the layer's selections name, where pages lie on disk only.
   absl::Status BringPages(const CudaStep& step, int64_t layer, cudaStream_t stream) const;
   absl::Status AttendDecode(const kernels::CudaAttendParams& params, cudaStream_t stream);
+  // Attends for the tiles of several queries.
+  absl::Status AttendPrefill(const CudaStep& step, const LayerQueries& queries,
+                             const kernels::TensorView& out, cudaStream_t stream);
   // Attends for rows that the terminator may end early: query tiles from `first_block` on.
   absl::Status AttendEnding(const CudaStep& step, const kernels::CudaTerminator& terminator,
                             const kernels::CudaAttendParams& params, int64_t first_block,
@@ -90,7 +102,9 @@ class CudaAttention {
   CudaSelectRanks select_ranks_;      // of the step
   kernels::LayerPart part_;           // of the step's layers, that this rank holds
   kernels::PageSelection selection_;  // headers lie in the step's table
-  LayerWindows windows_;              // of the model
+  // For each range of the step; none: its pages are read where they lie.
+  std::vector<std::optional<kernels::PreparedPages>> prepared_;
+  LayerWindows windows_;  // of the model
   // The selection in layers with a window of the model. The rows of `all` in selection_ must stay.
   kernels::PageSelection window_selection_;
   kernels::DeviceBuffer window_headers_;

@@ -106,6 +106,15 @@ absl::Status CudaBackend::Serve(const v1::AttentionPolicy& policy, ServedSelecto
   return absl::OkStatus();
 }
 
+absl::Status CudaBackend::ReserveForPrompts(const kernels::KvLayout& layout,
+                                            int64_t max_model_len) {
+  prepared_.reset();
+  const bool cached_as_read = key_form_.rotated && !kernels::IsQuantized(layout.dtype);
+  if (cached_as_read || key_form_.grouped.on()) return absl::OkStatus();
+  KVASIR_ASSIGN_OR_RETURN(prepared_, kernels::PreparedMemory::Create(layout, max_model_len));
+  return absl::OkStatus();
+}
+
 absl::StatusOr<Memory> CudaBackend::Allocate(int64_t bytes) {
   KVASIR_ASSIGN_OR_RETURN(DeviceBuffer buffer, DeviceBuffer::Allocate(bytes));
   return Memory(std::move(buffer), Device::kCuda);
@@ -148,6 +157,7 @@ absl::StatusOr<std::unique_ptr<Linear>> CudaBackend::MakeLinear(
 
 absl::StatusOr<std::unique_ptr<Rope>> CudaBackend::MakeRope(const RopeFrequencies& frequencies,
                                                             const KeyForm& form) {
+  key_form_ = form;
   return CudaRope::Create(frequencies, form, stream_);
 }
 
@@ -200,6 +210,7 @@ absl::StatusOr<bool> CudaBackend::BeginStep(const StepInputs& inputs) {
   step().grouped = rope.grouped();
   step().rotation = {};
   step().ranks = ranks_.get();
+  step().prepared = prepared_.has_value() ? &*prepared_ : nullptr;
   const auto wait = [this] { return WaitForStepBefore(); };
   KVASIR_RETURN_IF_ERROR(attention_.BeginStep(inputs, step(), arenas_, stream_, wait));
   if (step().positions == nullptr) KVASIR_RETURN_IF_ERROR(ReserveAngles(rope));
@@ -412,25 +423,12 @@ absl::Status CudaBackend::FetchResults(const StepOutputs& outputs) {
                             outputs.logits.size_bytes());
 }
 
-// A row whose slot has a fault read or wrote an absent page: its result is invalid.
 void CudaBackend::ReadResults(const InFlightStep& own, StepResult& result) const {
   const CudaStep& step = own.step;
   const StepBatch& batch = own.inputs->batch;
   const DeviceStepOutputs host = LayOutResults(batch, step.shape, step.kv.layout.num_layers,
                                                step.kv.num_slots, own.results.data());
-  result.row_is_finite.clear();
-  for (size_t r = 0; r + 1 < batch.row_begins.size(); ++r) {
-    const auto tokens =
-        host.finite.subspan(static_cast<size_t>(batch.row_begins[r]),
-                            static_cast<size_t>(batch.row_begins[r + 1] - batch.row_begins[r]));
-    const bool all_finite =
-        std::all_of(tokens.begin(), tokens.end(), [](uint8_t token) { return token != 0; });
-    result.row_is_finite.push_back(all_finite ? 1 : 0);
-  }
-  for (size_t b = 0; b < batch.tiles.size(); ++b) {
-    const bool fault = host.faults[static_cast<size_t>(batch.tiles[b].slot)] != 0;
-    if (fault) result.row_is_finite[static_cast<size_t>(batch.infos[b].row)] = 0;
-  }
+  result.row_is_finite = FiniteRows(batch, host);
   result.tokens.assign(batch.sampling.size(), {});
   kernels::ReadSamplingBlock(batch.sampling, own.inputs->vocab_size, own.sampling.data(),
                              result.tokens);

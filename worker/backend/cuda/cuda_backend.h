@@ -37,6 +37,7 @@ class CudaBackend final : public Backend {
                              const TransformerOptions& model, bool on_demand) const override;
   absl::Status Serve(const v1::AttentionPolicy& policy, ServedSelector& served) const override;
   absl::StatusOr<std::optional<int64_t>> DeviceMemoryLeft(double utilization) const override;
+  absl::Status ReserveForPrompts(const kernels::KvLayout& layout, int64_t max_model_len) override;
   absl::StatusOr<Memory> Allocate(int64_t bytes) override;
   absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> MakeResidency(
       const kvstore::ResidencyOptions& options) override;
@@ -127,11 +128,13 @@ class CudaBackend final : public Backend {
   kernels::CublasLt lt_;
   kernels::DeviceBuffer linear_workspace_;
 
-  KvArenas arenas_;  // of the residency that was made last
+  KeyForm key_form_;  // of the rope that was made last
+  KvArenas arenas_;   // of the residency that was made last
   // Grow to the largest step seen.
   CudaAttention attention_;
-  std::unique_ptr<CudaRanks> ranks_;  // null: this rank is alone
-  CudaGraphs graphs_;                 // includes calls of ranks_
+  std::optional<kernels::PreparedMemory> prepared_;  // none: keys are cached as they are read
+  std::unique_ptr<CudaRanks> ranks_;                 // null: this rank is alone
+  CudaGraphs graphs_;                                // includes calls of ranks_
   kernels::DeviceBuffer table_, results_, angles_, changed_logits_;
 
   std::array<InFlightStep, 2> own_;

@@ -98,6 +98,23 @@ DeviceStepOutputs LayOutResults(const StepBatch& batch, const StepShape& shape, 
   return results;
 }
 
+std::vector<uint8_t> FiniteRows(const StepBatch& batch, const DeviceStepOutputs& outputs) {
+  std::vector<uint8_t> rows;
+  for (size_t r = 0; r + 1 < batch.row_begins.size(); ++r) {
+    const auto tokens =
+        outputs.finite.subspan(static_cast<size_t>(batch.row_begins[r]),
+                               static_cast<size_t>(batch.row_begins[r + 1] - batch.row_begins[r]));
+    const bool all_finite =
+        std::all_of(tokens.begin(), tokens.end(), [](uint8_t token) { return token != 0; });
+    rows.push_back(all_finite ? 1 : 0);
+  }
+  for (size_t b = 0; b < batch.tiles.size(); ++b) {
+    const bool fault = outputs.faults[static_cast<size_t>(batch.tiles[b].slot)] != 0;
+    if (fault) rows[static_cast<size_t>(batch.infos[b].row)] = 0;
+  }
+  return rows;
+}
+
 void Fill(const StepBatch& batch, const StepShape& shape, const StepTable& table) {
   std::copy(batch.tokens.begin(), batch.tokens.end(), table.tokens.begin());
   std::copy(batch.fed_by.begin(), batch.fed_by.end(), table.fed_by.begin());

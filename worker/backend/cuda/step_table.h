@@ -82,6 +82,11 @@ struct DeviceStepOutputs {
 DeviceStepOutputs LayOutResults(const StepBatch& batch, const StepShape& shape, int64_t num_layers,
                                 int64_t num_slots, std::byte* memory);
 
+// Returns, for each row of the batch, whether its result is valid: no token has a NaN or infinity,
+// and its slot has no fault, which says that it read or wrote an absent page. REQUIRES: `outputs`
+// lie in host memory.
+std::vector<uint8_t> FiniteRows(const StepBatch& batch, const DeviceStepOutputs& outputs);
+
 // REQUIRES: `table` lies in host memory.
 void Fill(const StepBatch& batch, const StepShape& shape, const StepTable& table);
 
