@@ -61,7 +61,7 @@ struct PreparedMemory {
   int64_t bytes = 0;
   KvTensorMaps maps;
 
-  // Of PreparedBytes. RESOURCE_EXHAUSTED when there is no room.
+  // Takes PreparedBytes. RESOURCE_EXHAUSTED when there is no room.
   static absl::StatusOr<PreparedMemory> Create(const KvLayout& layout, int64_t max_tokens);
 };
 

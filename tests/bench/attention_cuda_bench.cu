@@ -204,17 +204,8 @@ std::vector<SelectionEntry> ListOfRuns(int64_t tokens, int64_t run_tokens, int64
 // Returns how many tokens each of the last queries of a context sees, on average.
 int64_t SeenTokens(int64_t tokens, int64_t num_queries) { return tokens - (num_queries - 1) / 2; }
 
-void Bench(int64_t tokens) {
-  // The budget in whole pages, sink and window.
-  const SelectionHeader header = {
-      .kind = SelectionHeader::Kind::kList,
-      .count = static_cast<int32_t>(CeilPages(selection_numbers.budget_tokens)),
-      .sink_end = selection_numbers.sink_tokens,
-      .window_begin = tokens - selection_numbers.window_tokens,
-      .query_position = tokens - 1};
-  const std::vector<SelectionEntry> list = ListOfRuns(tokens, kPageTokens);
-  const int64_t attended = selection_numbers.sink_tokens + selection_numbers.budget_tokens +
-                           selection_numbers.window_tokens;
+// Measures dense chunks of prompts, over prepared pages and over pages where they lie.
+void BenchPrompts(int64_t tokens) {
   prepared_memory = Value(PreparedMemory::Create(kv_layout, tokens));
   const auto report_dense = [&](const char* name, Call call, int64_t num_queries, Keys keys) {
     Report(name, call, tokens, num_queries, {}, {}, SeenTokens(tokens, num_queries), 1, keys);
@@ -231,6 +222,20 @@ void Bench(int64_t tokens) {
     report_dense("dense", Attend, kPromptQueries, Keys::kRotated);
     report_dense("dense, compact positions", Attend, kPromptQueries, Keys::kCompact);
   }
+}
+
+void Bench(int64_t tokens) {
+  // The budget in whole pages, sink and window.
+  const SelectionHeader header = {
+      .kind = SelectionHeader::Kind::kList,
+      .count = static_cast<int32_t>(CeilPages(selection_numbers.budget_tokens)),
+      .sink_end = selection_numbers.sink_tokens,
+      .window_begin = tokens - selection_numbers.window_tokens,
+      .query_position = tokens - 1};
+  const std::vector<SelectionEntry> list = ListOfRuns(tokens, kPageTokens);
+  const int64_t attended = selection_numbers.sink_tokens + selection_numbers.budget_tokens +
+                           selection_numbers.window_tokens;
+  BenchPrompts(tokens);
   for (const int64_t num_queries : {1, 512}) {
     Report("dense", Attend, tokens, num_queries, {}, {}, SeenTokens(tokens, num_queries));
     Report("dense, compact positions", Attend, tokens, num_queries, {}, {}, tokens, 1,

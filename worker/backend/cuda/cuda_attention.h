@@ -78,7 +78,7 @@ class CudaAttention {
                                           SelectorRange& window) const;
   // Plans which ranges' prompts read prepared pages.
   void PlanPrepared(const StepInputs& inputs, const CudaStep& step);
-  // Of query tiles [begin, end).
+  // Returns the call for query tiles [begin, end).
   kernels::CudaAttendParams ParamsOf(const CudaStep& step, const LayerQueries& queries,
                                      const kernels::TensorView& out, int64_t begin,
                                      int64_t end) const;
