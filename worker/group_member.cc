@@ -168,6 +168,7 @@ absl::Status GroupMember::Serve(CoordinatorStream& stream) {
   options_.on_ready(true);
   const absl::Status status = RunPlans(*engine, stream);
   options_.on_ready(false);
+  backend_.LeaveRanks();
   if (!status.ok()) stream.Fail(status);
   engine->FlushTier();
   return status;

@@ -99,6 +99,16 @@ constexpr std::chrono::milliseconds kShutdownGrace{500};
 // A shutdown that takes longer is ended by the system.
 constexpr unsigned kLongestEndSeconds = 60;
 
+// Ends the process where it cannot leave a group (WorkerServiceOptions::on_stuck), so that it is
+// started again. Logs are written beside the work, and a line of them would be lost.
+void EndStuckProcess() {
+  std::fputs(
+      "kvasir-worker: a group ended minutes ago and the next one waits, but this worker cannot "
+      "leave it: a device or a disk does not answer. The process ends; start it again\n",
+      stderr);
+  std::abort();
+}
+
 // Blocks the signals that end the process in all threads; main waits for them.
 sigset_t BlockEndSignals() {
   sigset_t signals;
@@ -236,7 +246,7 @@ absl::Status RunWorker(const v1::WorkerConfig& config, StartTimes::Clock::time_p
   KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<proto::GrpcListener> listener,
                           Listen(config.listen(), tls, registry, readiness));
   WorkerService service(
-      {.secret = std::move(secret)},
+      {.secret = std::move(secret), .on_stuck = EndStuckProcess},
       [&member](CoordinatorStream& stream) { return member.Serve(stream); }, *listener);
   absl::StatusOr<std::unique_ptr<grpc::Server>> server =
       StartServer(config.listen(), *listener, service);

@@ -10,7 +10,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "grpcpp/alarm.h"
 #include "spdlog/spdlog.h"
 
 #include "kernels/base/status_macros.h"
@@ -322,6 +321,7 @@ absl::Status WorkerService::Admit(std::shared_ptr<Stream> stream) {
     } else if (gives_way(current_) && gives_way(next_)) {
       // A new group, while the end of the old one is still being handled.
       replaced = std::exchange(next_, std::move(stream));
+      LimitLeaving();
     } else {
       return absl::AlreadyExistsError(
           "this worker has a coordinator; stop that one or let it leave first");
@@ -330,6 +330,20 @@ absl::Status WorkerService::Admit(std::shared_ptr<Stream> stream) {
   }
   if (replaced != nullptr) replaced->Close(replaced->end_status());
   return absl::OkStatus();
+}
+
+void WorkerService::LimitLeaving() {
+  if (leave_alarm_ != nullptr) return;
+  leave_alarm_ = std::make_unique<grpc::Alarm>();
+  leave_alarm_->Set(absl::ToChronoTime(absl::Now() + options_.leave_time),
+                    [this, leaving = current_](bool rang) {
+                      if (!rang) return;
+                      {
+                        MutexLock lock(mu_);
+                        if (current_ != leaving || stopping_) return;
+                      }
+                      options_.on_stuck();
+                    });
 }
 
 void WorkerService::WarnUnproven(const std::string& peer, const absl::Status& why) {
@@ -357,6 +371,7 @@ void WorkerService::RunEngineThread() {
     stream->EndReads(status);
     stream->Close(status);
     MutexLock lock(mu_);
+    leave_alarm_.reset();
     current_ = std::move(next_);
     next_ = nullptr;
   }

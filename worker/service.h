@@ -14,6 +14,7 @@
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "grpcpp/alarm.h"
 #include "grpcpp/support/server_callback.h"
 
 #include "kernels/base/mutex.h"
@@ -27,6 +28,11 @@ namespace kvasir::worker {
 struct WorkerServiceOptions {
   std::shared_ptr<const proto::GroupSecret> secret;
   absl::Duration proof_time = absl::Seconds(10);
+  // Longest time in which the engine thread leaves a group that is over while another one waits for
+  // it. After it `on_stuck` is called, once: a device or a disk does not answer, and only a new
+  // process helps.
+  absl::Duration leave_time = absl::Minutes(5);
+  std::function<void()> on_stuck = [] {};
 };
 
 class WorkerService final : public v1::Worker::CallbackService {
@@ -57,6 +63,8 @@ class WorkerService final : public v1::Worker::CallbackService {
   void ForgetUnproven(const Stream& stream) EXCLUDES(mu_);
   // Makes a proven stream the current or the next one; ALREADY_EXISTS, UNAVAILABLE.
   absl::Status Admit(std::shared_ptr<Stream> stream) EXCLUDES(mu_);
+  // Sees to it that on_stuck is called if the engine thread does not come to next_.
+  void LimitLeaving() REQUIRES(mu_);
   void WarnUnproven(const std::string& peer, const absl::Status& why) EXCLUDES(mu_);
   void RunEngineThread() EXCLUDES(mu_);
   absl::Status ServeGuarded(CoordinatorStream& stream);
@@ -71,7 +79,8 @@ class WorkerService final : public v1::Worker::CallbackService {
   std::deque<std::shared_ptr<Stream>> unproven_ GUARDED_BY(mu_);  // by age
   absl::Time warned_at_ GUARDED_BY(mu_) = absl::InfinitePast();
   bool stopping_ GUARDED_BY(mu_) = false;
-  std::thread engine_thread_;  // last: it uses everything above
+  std::unique_ptr<grpc::Alarm> leave_alarm_ GUARDED_BY(mu_);  // set while next_ waits
+  std::thread engine_thread_;                                 // last: it uses everything above
 };
 
 }  // namespace kvasir::worker

@@ -49,6 +49,10 @@ class ForwardingBackend : public Backend {
     return inner_.MakeRope(frequencies, form);
   }
   absl::Status JoinRanks(Collective& ranks) override { return inner_.JoinRanks(ranks); }
+  void LeaveRanks() override { inner_.LeaveRanks(); }
+  absl::Status ReserveForPrompts(const kernels::KvLayout& layout, int64_t max_model_len) override {
+    return inner_.ReserveForPrompts(layout, max_model_len);
+  }
   absl::StatusOr<std::unique_ptr<kernels::RememberedSelections>> Remember(
       const kernels::MemoryNeeds& needs) override {
     return inner_.Remember(needs);

@@ -1,4 +1,5 @@
 // Who may open a worker's stream: a real gRPC server whose streams are served by a test's function.
+#include <atomic>
 #include <functional>
 #include <future>
 #include <memory>
@@ -26,14 +27,18 @@ using Secret = std::shared_ptr<const proto::GroupSecret>;
 class Served {
  public:
   // `end`: what remains to be done at the end of each stream.
+  // `leaving` has the limit of that.
   Served(
       const TemporaryFolder& folder, Secret secret, absl::Duration proof_time,
-      std::function<void()> end = [] {})
+      std::function<void()> end = [] {}, const WorkerServiceOptions& leaving = {})
       : address_(absl::StrCat("unix:", folder.File("worker"))),
         listener_(
             proto::GrpcListener::Listen({.address = address_, .registry = &registry_}).value()),
         service_(
-            {.secret = std::move(secret), .proof_time = proof_time},
+            {.secret = std::move(secret),
+             .proof_time = proof_time,
+             .leave_time = leaving.leave_time,
+             .on_stuck = leaving.on_stuck},
             [end = std::move(end)](CoordinatorStream& stream) {
               v1::WorkerMessage stored;
               stored.mutable_tier_report()->add_forgotten("stored");
@@ -110,8 +115,8 @@ class ServiceProofTest : public ::testing::Test {
     }
     return false;
   }
-  // Returns a stream that the worker admits, null when it admits none for 10 s. It learns of the end
-  // of another stream a little after its client.
+  // Returns a stream that the worker admits, null when it admits none for 10 s. It learns of the
+  // end of another stream a little after its client.
   std::unique_ptr<Client> Admitted(const Served& worker) const {
     const absl::Time deadline = absl::Now() + absl::Seconds(10);
     while (absl::Now() < deadline) {
@@ -212,6 +217,48 @@ TEST_F(ServiceProofTest, ShutdownEndsSilentStreams) {
   ASSERT_TRUE(silent.stream->Read(&challenge));
   worker.reset();
   ExpectToldNothing(silent, grpc::StatusCode::UNAVAILABLE);
+}
+
+// A stream that waits for its turn longer than that is a sign that only a new process helps.
+TEST_F(ServiceProofTest, AGroupThatIsNotLeftInTimeIsTold) {
+  std::promise<void> may_end, stuck;
+  std::future<void> is_stuck = stuck.get_future();
+  Served worker(folder_, secret_, kLong, [ended = may_end.get_future().share()] { ended.wait(); },
+                {.secret = nullptr, .leave_time = absl::Milliseconds(200), .on_stuck = [&stuck] {
+                   stuck.set_value();
+                 }});
+  {
+    Client first(worker.address());
+    ASSERT_TRUE(IsServed(first, secret_));
+    EXPECT_EQ(is_stuck.wait_for(std::chrono::milliseconds(400)), std::future_status::timeout)
+        << "though its coordinator is there";
+    first.context.TryCancel();
+    first.Finish();
+  }
+  const std::unique_ptr<Client> second = Admitted(worker);
+  ASSERT_NE(second, nullptr);
+  EXPECT_EQ(is_stuck.wait_for(std::chrono::seconds(10)), std::future_status::ready);
+  may_end.set_value();
+}
+
+TEST_F(ServiceProofTest, AGroupThatIsLeftInTimeIsNotTold) {
+  std::promise<void> may_end;
+  std::atomic<bool> is_stuck = false;
+  Served worker(folder_, secret_, kLong, [ended = may_end.get_future().share()] { ended.wait(); },
+                {.secret = nullptr, .leave_time = absl::Milliseconds(500), .on_stuck = [&is_stuck] {
+                   is_stuck = true;
+                 }});
+  {
+    Client first(worker.address());
+    ASSERT_TRUE(IsServed(first, secret_));
+    first.context.TryCancel();
+    first.Finish();
+  }
+  const std::unique_ptr<Client> second = Admitted(worker);
+  ASSERT_NE(second, nullptr);
+  may_end.set_value();
+  absl::SleepFor(absl::Seconds(1));  // longer than leave_time
+  EXPECT_FALSE(is_stuck);
 }
 
 }  // namespace

@@ -188,6 +188,10 @@ class Backend {
   // Sets the other ranks, replacing earlier ones; all ranks call it at the same time. Not needed
   // where a rank is alone. UNAVAILABLE or DEADLINE_EXCEEDED when they do not come together.
   virtual absl::Status JoinRanks(Collective& ranks) = 0;
+  // Ends everything that waits for the other ranks, and waits for the device. Then no step may
+  // begin until JoinRanks. Ranks that end their part may wait for each other in it, so each calls
+  // it as soon as its group is over, before it waits for the others in another way.
+  virtual void LeaveRanks() = 0;
 
   // --- a step: BeginStep, ops that depend on nothing but its shape, EndStep, Collect ---
 

@@ -50,6 +50,7 @@ class CpuBackend final : public Backend {
                                                  const KeyForm& form) override;
   // Each step brings its Collective.
   absl::Status JoinRanks(Collective&) override { return absl::OkStatus(); }
+  void LeaveRanks() override {}
 
   absl::StatusOr<std::unique_ptr<kernels::RememberedSelections>> Remember(
       const kernels::MemoryNeeds& needs) override {

@@ -174,6 +174,7 @@ absl::Status CudaBackend::JoinRanks(Collective& ranks) {
 }
 
 void CudaBackend::LeaveRanks() {
+  graphs_.StopRecording(stream_);  // a step that failed; nothing can wait for a stream that records
   if (ranks_ != nullptr) ranks_->Abandon(stream_);
   graphs_.Clear(stream_);
   ranks_.reset();  // it waits for graphs that contain its calls

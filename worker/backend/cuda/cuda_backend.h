@@ -51,6 +51,7 @@ class CudaBackend final : public Backend {
   absl::StatusOr<std::unique_ptr<Rope>> MakeRope(const RopeFrequencies& frequencies,
                                                  const KeyForm& form) override;
   absl::Status JoinRanks(Collective& ranks) override;
+  void LeaveRanks() override;
 
   absl::StatusOr<std::unique_ptr<kernels::RememberedSelections>> Remember(
       const kernels::MemoryNeeds& needs) override;
@@ -111,7 +112,6 @@ class CudaBackend final : public Backend {
   // Nothing else may wait for the device while ranks are at work there; taking memory would.
   absl::Status Wait(const InFlightStep& own);
   absl::Status WaitForStepBefore();
-  void LeaveRanks();
   void ReadResults(const InFlightStep& own, StepResult& result) const;
   // Makes room for `count` elements. A step in flight may use the memory that is given up.
   template <typename T, typename Buffer>

@@ -104,12 +104,15 @@ absl::StatusOr<CudaGraphs::Graph> CudaGraphs::EndRecording(const CudaStream& str
   return graph;
 }
 
+void CudaGraphs::StopRecording(const CudaStream& stream) {
+  if (std::exchange(state_, State::kIdle) != State::kRecording) return;
+  cudaGraph_t recorded = nullptr;
+  cudaStreamEndCapture(stream.get(), &recorded);
+  if (recorded != nullptr) cudaGraphDestroy(recorded);
+}
+
 void CudaGraphs::Clear(const CudaStream& stream) {
-  if (std::exchange(state_, State::kIdle) == State::kRecording) {
-    cudaGraph_t recorded = nullptr;
-    cudaStreamEndCapture(stream.get(), &recorded);
-    if (recorded != nullptr) cudaGraphDestroy(recorded);
-  }
+  StopRecording(stream);
   seen_.clear();
   graphs_.clear();
 }

@@ -71,6 +71,8 @@ class CudaGraphs {
   absl::Status End(const CudaStream& stream);
   // Forgets all graphs, and a recording left by a failed step.
   void Clear(const CudaStream& stream);
+  // Drops what is being recorded, if anything is.
+  void StopRecording(const CudaStream& stream);
 
   const CudaGraphStats& stats() const { return stats_; }
   // Time that the GPU spent on the graph launched last. REQUIRES: the stream has passed that graph.

@@ -23,6 +23,7 @@ namespace {
 
 // Far below any timeout, and cheap compared with the work of a step.
 constexpr auto kLookInterval = std::chrono::milliseconds(50);
+constexpr auto kLateLook = std::chrono::seconds(1);
 
 // Whether two ranks are on one GPU, as in tests on a machine with few. The same on all ranks.
 absl::StatusOr<bool> AnyShareAGpu(Collective& ranks) {
@@ -141,7 +142,10 @@ void CudaRanks::LookAfterSteps() {
   Clock::time_point since = Clock::now();
   MutexLock lock(mu_);
   while (!is_leaving_) {
-    leaving_.WaitUntil(mu_, Clock::now() + kLookInterval);
+    const Clock::time_point due = Clock::now() + kLookInterval;
+    leaving_.WaitUntil(mu_, due);
+    // This process was stopped itself, and cannot tell how long the others were silent.
+    if (Clock::now() > due + kLateLook) since = Clock::now();
     const int64_t begun = steps_begun_;
     const uint32_t ended_calls = progress();
     if (begun != step || ended_calls != seen || steps_ended_ == begun) {
