@@ -79,8 +79,9 @@ class WorkerService final : public v1::Worker::CallbackService {
   std::deque<std::shared_ptr<Stream>> unproven_ GUARDED_BY(mu_);  // by age
   absl::Time warned_at_ GUARDED_BY(mu_) = absl::InfinitePast();
   bool stopping_ GUARDED_BY(mu_) = false;
-  std::unique_ptr<grpc::Alarm> leave_alarm_ GUARDED_BY(mu_);  // set while next_ waits
-  std::thread engine_thread_;                                 // last: it uses everything above
+  std::unique_ptr<grpc::Alarm> leave_alarm_
+      GUARDED_BY(mu_);         // from the first next_ to the end of current_
+  std::thread engine_thread_;  // last: it uses everything above
 };
 
 }  // namespace kvasir::worker

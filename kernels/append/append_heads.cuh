@@ -130,6 +130,28 @@ __device__ void EncodeKeys(const AppendHeadsLaunch& p, const QueryTile& tile, in
   }
 }
 
+// Extends the page's bounds by those of each warp's keys, an element a thread. Warps are in the
+// order of their tokens: among equal elements (0 and -0) the first is kept. NaN changes nothing.
+template <int kWarps, int kWidth>
+__device__ void MergeBounds(const BFloat16 (&least)[kWarps][kWidth],
+                            const BFloat16 (&greatest)[kWarps][kWidth], int64_t head_dim,
+                            bool opens_page, BFloat16* bounds) {
+  const int i = static_cast<int>(threadIdx.x);
+  if (i >= head_dim) return;
+  BFloat16 low(INFINITY), high(-INFINITY);
+  if (!opens_page) {
+    low = bounds[i];
+    high = bounds[head_dim + i];
+  }
+  for (int warp = 0; warp < kWarps; ++warp) {
+    const BFloat16 own_low = least[warp][i], own_high = greatest[warp][i];
+    if (static_cast<float>(own_low) < static_cast<float>(low)) low = own_low;
+    if (static_cast<float>(own_high) > static_cast<float>(high)) high = own_high;
+  }
+  bounds[i] = low;
+  bounds[head_dim + i] = high;
+}
+
 __device__ bool SharePage(const QueryTile& a, const QueryTile& b) {
   return a.slot == b.slot && a.first_position / kPageTokens == b.first_position / kPageTokens;
 }

@@ -100,20 +100,6 @@ struct CodingMemory {
       greatest[warp][i] = BFloat16(bounds.greatest[j]);
     }
   }
-  // Extends the page's bounds, an element a thread.
-  __device__ void Extend(BFloat16* bounds, int64_t d, bool opens_page) const {
-    const int64_t i = threadIdx.x;
-    if (i >= d) return;
-    BFloat16 low = opens_page ? BFloat16(INFINITY) : bounds[i];
-    BFloat16 high = opens_page ? BFloat16(-INFINITY) : bounds[d + i];
-    for (int64_t warp = 0; warp < kSideWarps; ++warp) {
-      const BFloat16 own_low = least[warp][i], own_high = greatest[warp][i];
-      low = static_cast<float>(own_low) < static_cast<float>(low) ? own_low : low;
-      high = static_cast<float>(own_high) > static_cast<float>(high) ? own_high : high;
-    }
-    bounds[i] = low;
-    bounds[d + i] = high;
-  }
 };
 
 // Codes the warp's share of the tile: keys, or values. The next token is read while one is coded.
@@ -173,8 +159,8 @@ __device__ void AppendCodes(const AppendHeadsLaunch& p, const QueryTile& tile, i
   CodeSide<Activation, kCount>(p, tile, head, page, memory);
   __syncthreads();  // digests are made of what all warps have written
   if (p.kv.bounds != nullptr) {
-    memory.Extend(reinterpret_cast<BFloat16*>(p.kv.Bounds(tile.slot, block, p.layer, head)),
-                  layout.head_dim, begin == 0);
+    MergeBounds(memory.least, memory.greatest, layout.head_dim, begin == 0,
+                reinterpret_cast<BFloat16*>(p.kv.Bounds(tile.slot, block, p.layer, head)));
   }
   if (p.kv.key_codes != nullptr) {
     const CodedKeys keys(layout, page);

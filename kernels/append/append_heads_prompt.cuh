@@ -143,27 +143,13 @@ __device__ void StoreKeys(const AppendHeadsLaunch& p, const QueryTile& tile, int
   StoreParts({low.greatest, high.greatest}, greatest, greatest + kHeadDim / 2);
 }
 
-// Extends the page's bounds by those of the tile's keys, one element a thread.
+// Extends the page's bounds by those of the tile's keys.
 template <int kHeadDim>
 __device__ void ExtendBounds(const Target<BFloat16>& to,
                              const typename PromptShape<kHeadDim>::Shared& shared) {
   if (to.bounds == nullptr) return;
   __syncthreads();  // all warps have written their bounds
-  const int i = static_cast<int>(threadIdx.x);
-  if (i < kHeadDim) {
-    BFloat16 least(INFINITY), greatest(-INFINITY);
-    if (to.offset > 0) {
-      least = to.bounds[i];
-      greatest = to.bounds[kHeadDim + i];
-    }
-    for (int warp = 0; warp < PromptShape<kHeadDim>::kWarps; ++warp) {
-      const BFloat16 low = shared.least[warp][i], high = shared.greatest[warp][i];
-      if (static_cast<float>(low) < static_cast<float>(least)) least = low;
-      if (static_cast<float>(high) > static_cast<float>(greatest)) greatest = high;
-    }
-    to.bounds[i] = least;
-    to.bounds[kHeadDim + i] = greatest;
-  }
+  MergeBounds(shared.least, shared.greatest, kHeadDim, to.offset == 0, to.bounds);
   __syncthreads();  // before shared memory is written again
 }
 

@@ -41,15 +41,14 @@ __device__ const PreparedSequence& MySequence(const PreparedPages& pages) {
 // read, by one thread.
 __device__ const std::byte* FindPage(const AttendLaunch& p, int64_t slot, int64_t page,
                                      int64_t head) {
-  const int64_t extent = p.kv.extent(slot, page);
-  const int64_t index =
-      extent * p.kv.layout.pages_per_block() + p.kv.layout.page_in_block(p.layer, head);
-  const PageRef ref = extent < 0 ? PageRef() : p.kv.pages[index];
+  const PageRef ref = p.kv.Peek(slot, page, p.layer, head);
   if (ref.tier() == PageTier::kAbsent) {
     if (threadIdx.x == 0) p.faults[slot] = 1;
     return nullptr;
   }
-  if (threadIdx.x == 0) RecordRead(p, index, ref.tier(), kPageTokens);
+  if (threadIdx.x == 0) {
+    RecordRead(p, p.kv.PageIndex(slot, page, p.layer, head), ref.tier(), kPageTokens);
+  }
   return ref.page();
 }
 
@@ -65,10 +64,9 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kRows = static_cast<int>(kPageTokens);
   constexpr int kRowParts = kHeadDim / kPart;
   constexpr int kHalf = kHeadDim / 2;
-  constexpr int64_t kSideBytes = int64_t{kRows} * kHeadDim * 2;
   const std::byte* const scales = from + p.kv.layout.scales_offset();
-  auto* const keys =
-      reinterpret_cast<uint4*>(memory + pages.Place(blockIdx.x, head) * 2 * kSideBytes);
+  auto* const keys = reinterpret_cast<uint4*>(memory + pages.Place(blockIdx.x, head) *
+                                                           PageShape<kHeadDim>::kPageBytes);
   auto* const values = keys + kRows * kRowParts;
   for (int i = static_cast<int>(threadIdx.x); i < kRows * kRowParts / 2; i += kThreads) {
     const int row = i / (kRowParts / 2);

@@ -50,8 +50,8 @@ class ForwardingBackend : public Backend {
   }
   absl::Status JoinRanks(Collective& ranks) override { return inner_.JoinRanks(ranks); }
   void LeaveRanks() override { inner_.LeaveRanks(); }
-  absl::Status ReserveForPrompts(const kernels::KvLayout& layout, int64_t max_model_len) override {
-    return inner_.ReserveForPrompts(layout, max_model_len);
+  absl::Status ReserveForPrompts(const kernels::KvLayout& layout, int64_t dense_tokens) override {
+    return inner_.ReserveForPrompts(layout, dense_tokens);
   }
   absl::StatusOr<std::unique_ptr<kernels::RememberedSelections>> Remember(
       const kernels::MemoryNeeds& needs) override {

@@ -26,8 +26,7 @@ using Secret = std::shared_ptr<const proto::GroupSecret>;
 // A worker that tells "stored" to whoever it serves.
 class Served {
  public:
-  // `end`: what remains to be done at the end of each stream.
-  // `leaving` has the limit of that.
+  // `end`: what remains to be done at the end of each stream. `leaving` has the limit of that.
   Served(
       const TemporaryFolder& folder, Secret secret, absl::Duration proof_time,
       std::function<void()> end = [] {}, const WorkerServiceOptions& leaving = {})

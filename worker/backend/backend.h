@@ -149,9 +149,10 @@ class Backend {
   }
 
   // Takes memory that steps need beside activations and that grows with the context, so that the KV
-  // is given no more than the rest. RESOURCE_EXHAUSTED when there is none.
+  // is given no more than the rest. `dense_tokens`: of the longest prompt that is read densely; 0
+  // where none is. RESOURCE_EXHAUSTED when there is no memory.
   virtual absl::Status ReserveForPrompts(const kernels::KvLayout& /*layout*/,
-                                         int64_t /*max_model_len*/) {
+                                         int64_t /*dense_tokens*/) {
     return absl::OkStatus();
   }
 

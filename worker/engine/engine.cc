@@ -96,7 +96,8 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
       Activations::Create(model_.backend(), model_.activation_sizes(max_tokens, logits_rows)));
   KVASIR_RETURN_IF_ERROR(model_.WarmUp(activations_, options_.max_num_batched_tokens));
   enter("taking memory for KV");
-  KVASIR_RETURN_IF_ERROR(model_.backend().ReserveForPrompts(layout_, max_model_len));
+  const int64_t dense_tokens = ReadsDensely(slots) ? max_model_len : 0;
+  KVASIR_RETURN_IF_ERROR(model_.backend().ReserveForPrompts(layout_, dense_tokens));
   KVASIR_ASSIGN_OR_RETURN(const KvSizes sizes, SizeTiers());
   KVASIR_ASSIGN_OR_RETURN(
       store_, kvstore::KvStore::Create(
@@ -138,6 +139,12 @@ absl::StatusOr<KvSizes> Engine::SizeTiers() {
            static_cast<double>(digests) / static_cast<double>(layout_.block_bytes() + codes),
        .other_digests = options_.on_demand_bytes / layout_.block_bytes() * digests},
       left);
+}
+
+bool Engine::ReadsDensely(const SlotTableOptions& slots) const {
+  return std::any_of(slots.policies.begin(), slots.policies.end(), [this](const auto& policy) {
+    return selectors_.at(policy.prefill_selector).dense;
+  });
 }
 
 bool Engine::AnyNeedsKeyCodes() const {

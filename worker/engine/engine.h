@@ -128,6 +128,8 @@ class Engine {
 
   absl::StatusOr<KvSizes> SizeTiers();
   absl::Status Init(std::unique_ptr<kvstore::Tier> below);
+  // Whether a policy reads prompts without a selection.
+  bool ReadsDensely(const SlotTableOptions& slots) const;
   bool AnyNeedsKeyCodes() const;
   absl::Status CheckPlan(const v1::StepPlan& plan) const;
   absl::Status CarryOut(const v1::StepPlan& plan, EngineStep& step);

@@ -106,12 +106,11 @@ absl::Status CudaBackend::Serve(const v1::AttentionPolicy& policy, ServedSelecto
   return absl::OkStatus();
 }
 
-absl::Status CudaBackend::ReserveForPrompts(const kernels::KvLayout& layout,
-                                            int64_t max_model_len) {
+absl::Status CudaBackend::ReserveForPrompts(const kernels::KvLayout& layout, int64_t dense_tokens) {
   prepared_.reset();
   const bool cached_as_read = key_form_.rotated && !kernels::IsQuantized(layout.dtype);
-  if (cached_as_read || key_form_.grouped.on()) return absl::OkStatus();
-  KVASIR_ASSIGN_OR_RETURN(prepared_, kernels::PreparedMemory::Create(layout, max_model_len));
+  if (dense_tokens == 0 || cached_as_read || key_form_.grouped.on()) return absl::OkStatus();
+  KVASIR_ASSIGN_OR_RETURN(prepared_, kernels::PreparedMemory::Create(layout, dense_tokens));
   return absl::OkStatus();
 }
 
@@ -175,7 +174,8 @@ absl::Status CudaBackend::JoinRanks(Collective& ranks) {
 
 void CudaBackend::LeaveRanks() {
   graphs_.StopRecording(stream_);  // a step that failed; nothing can wait for a stream that records
-  if (ranks_ != nullptr) ranks_->Abandon(stream_);
+  if (ranks_ != nullptr) ranks_->Abandon();
+  stream_.Wait().IgnoreError();  // a graph may be in flight
   graphs_.Clear(stream_);
   ranks_.reset();  // it waits for graphs that contain its calls
 }

@@ -37,7 +37,7 @@ class CudaBackend final : public Backend {
                              const TransformerOptions& model, bool on_demand) const override;
   absl::Status Serve(const v1::AttentionPolicy& policy, ServedSelector& served) const override;
   absl::StatusOr<std::optional<int64_t>> DeviceMemoryLeft(double utilization) const override;
-  absl::Status ReserveForPrompts(const kernels::KvLayout& layout, int64_t max_model_len) override;
+  absl::Status ReserveForPrompts(const kernels::KvLayout& layout, int64_t dense_tokens) override;
   absl::StatusOr<Memory> Allocate(int64_t bytes) override;
   absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> MakeResidency(
       const kvstore::ResidencyOptions& options) override;
@@ -132,7 +132,7 @@ class CudaBackend final : public Backend {
   KvArenas arenas_;   // of the residency that was made last
   // Grow to the largest step seen.
   CudaAttention attention_;
-  std::optional<kernels::PreparedMemory> prepared_;  // none: keys are cached as they are read
+  std::optional<kernels::PreparedMemory> prepared_;  // none: no pages are prepared
   std::unique_ptr<CudaRanks> ranks_;                 // null: this rank is alone
   CudaGraphs graphs_;                                // includes calls of ranks_
   kernels::DeviceBuffer table_, results_, angles_, changed_logits_;

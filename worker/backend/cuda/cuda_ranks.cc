@@ -23,6 +23,7 @@ namespace {
 
 // Far below any timeout, and cheap compared with the work of a step.
 constexpr auto kLookInterval = std::chrono::milliseconds(50);
+// A look so late says that this process was stopped, or its thread had no turn.
 constexpr auto kLateLook = std::chrono::seconds(1);
 
 // Whether two ranks are on one GPU, as in tests on a machine with few. The same on all ranks.
@@ -144,7 +145,7 @@ void CudaRanks::LookAfterSteps() {
   while (!is_leaving_) {
     const Clock::time_point due = Clock::now() + kLookInterval;
     leaving_.WaitUntil(mu_, due);
-    // This process was stopped itself, and cannot tell how long the others were silent.
+    // Then nobody knows how long the others were silent.
     if (Clock::now() > due + kLateLook) since = Clock::now();
     const int64_t begun = steps_begun_;
     const uint32_t ended_calls = progress();
@@ -170,9 +171,8 @@ absl::Status CudaRanks::Wait(const CudaEvent& end, int64_t step) {
   }
 }
 
-void CudaRanks::Abandon(const CudaStream& stream) {
-  if (nccl_ != nullptr) nccl_->BeginAbort();
-  stream.Wait().IgnoreError();  // sums among peers end by themselves
+void CudaRanks::Abandon() {
+  if (nccl_ != nullptr) nccl_->BeginAbort();  // sums among peers end by themselves
 }
 
 absl::Status CudaSelectRanks::Sum(const kernels::RankRows<int64_t>& rows, cudaStream_t stream) {

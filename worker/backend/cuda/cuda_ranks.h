@@ -53,10 +53,10 @@ class CudaRanks {
   int64_t BeginStep() { return ++steps_begun_; }
   // Waits for the event that the step recorded last, any number of times. Steps are waited for in
   // their order. DEADLINE_EXCEEDED when another rank was silent for too long, UNAVAILABLE when NCCL
-  // has noticed an error. After an error, call Abandon.
+  // has noticed an error. After an error, call Abandon and wait for the stream.
   absl::Status Wait(const CudaEvent& end, int64_t step);
-  // Ends everything on the stream that waits for ranks, and waits for the stream. Final.
-  void Abandon(const CudaStream& stream);
+  // Has everything on the stream that waits for ranks end. Final.
+  void Abandon();
 
  private:
   explicit CudaRanks(const Collective& ranks) : rank_(ranks.rank()), patience_(ranks.timeout()) {}
